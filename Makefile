@@ -24,15 +24,15 @@ lab: .venv/course-$(STAMP)
 weave: .venv/course-$(STAMP)
 	$(BIN)/python -m minidist.tools.notebook.weave $(ARGS) chapters
 
-# Two workers: while the ranks of one wait for each other, those of the other compute. Bytecode is stored whatever the
-# environment says: hundreds of processes import the package.
+# Three workers for two cores: while the ranks of one test wait for each other, those of another compute. Bytecode is
+# stored whatever the environment says: hundreds of processes import the package.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/test-$(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10
+	$(BIN)/python -m pytest -n 3 --dist worksteal -rs --durations=10
 
 # Also what is exhaustive: every fault in every row that shows it, every layout of four ranks, all mutants.
 test-all: .venv/test-$(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10 -m ""
+	$(BIN)/python -m pytest -n 3 --dist worksteal -rs --durations=10 -m ""
 
 bench: .venv/test-$(STAMP)
 	$(BIN)/python -m bench dp

@@ -1,6 +1,7 @@
 """`python -m bench restart`: the time from SIGKILL of a rank to the first new step under torchrun.
 
-An empty program, which torchrun restarts in the same way, shows how much of it is torchrun's own.
+An empty program, which torchrun restarts in the same way, shows how much of it is torchrun's own, and one that only
+imports torch, how much every program that trains must add.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ LIMIT_S = 2.0  # wanted: at most this long beyond an empty program
 DEADLINE_S = 600.0  # of all kills of a program
 _ROOT = Path(__file__).resolve().parents[1]
 _EMPTY_PROGRAM = "import os, time\nif os.environ['RANK'] == '0': os.write(1, b'step\\n')\ntime.sleep(1000)\n"
+_BASELINES = {"empty program": _EMPTY_PROGRAM, "import torch": f"import torch\n{_EMPTY_PROGRAM}"}
 _TRAIN = (
     *("-m", "minidist", "train", "--device", "cpu", "--train.steps", "1000000", "--train.log-every", "1"),
     *("--train.eval-every", "0", "--checkpoint.every", "20"),
@@ -66,18 +69,21 @@ def _validate(options: argparse.Namespace) -> None:
 
 
 def measure_restarts(ranks: int, rounds: int, train: Sequence[str] = ()) -> dict[str, list[float]]:
-    """Return the seconds from SIGKILL of a rank to the first new step, for "empty program" and "minidist train".
+    """Return the seconds from SIGKILL of a rank to the first new step, of each baseline and of "minidist train".
 
     train: further options of `minidist train`. The programs are measured one after the other.
     """
+    times_s = {}
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "empty.py"
-        program.write_text(_EMPTY_PROGRAM)
-        empty = measure_recovery(_torchrun(ranks, rounds, str(program)), folder, "step", ["step"], rounds)
-        train = (*_TRAIN, "--folder", "run", *train)
+        for name, text in _BASELINES.items():
+            program = Path(folder) / f"{name.replace(' ', '_')}.py"
+            program.write_text(text)
+            command = _torchrun(ranks, rounds, str(program))
+            times_s[name] = measure_recovery(command, folder, "step", ["step"], rounds)
+        command = _torchrun(ranks, rounds, *_TRAIN, "--folder", "run", *train)
         resumed = ["going on after step", "step "]
-        ours = measure_recovery(_torchrun(ranks, rounds, *train), folder, "checkpoint: ", resumed, rounds)
-    return {"empty program": empty, "minidist train": ours}
+        times_s["minidist train"] = measure_recovery(command, folder, "checkpoint: ", resumed, rounds)
+    return times_s
 
 
 def _torchrun(ranks: int, restarts: int, *program: str) -> list[str]:
@@ -124,7 +130,9 @@ def measure_recovery(
 @contextlib.contextmanager
 def _run(command: Sequence[str], folder: str | Path) -> Iterator[subprocess.Popen]:
     """Context manager for a running program, which is killed at the end of the block, or after `DEADLINE_S`."""
+    mark = uuid.uuid4().hex  # in the environment of the program and of all processes that it starts
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))}
+    environ["MINIDIST_BENCH"] = mark
     with subprocess.Popen(
         command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -134,8 +142,23 @@ def _run(command: Sequence[str], folder: str | Path) -> Iterator[subprocess.Pope
             yield process
         finally:
             deadline.cancel()
-            process.terminate()  # torchrun ends its ranks
-            process.stdout.read()
+            process.terminate()
+            reader = threading.Thread(target=process.stdout.read)  # a process that fills the pipe could not end
+            reader.start()
+            process.wait()
+            # torchrun ends its ranks, but not those that it was about to start; they would keep the pipe open.
+            for pid in _processes_with(mark.encode()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            reader.join()
+
+
+def _processes_with(variable: bytes) -> Iterator[int]:
+    """Yield the process ids of this user's processes whose environment contains `variable`."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable in file.read_bytes():
+                yield int(file.parent.name)
 
 
 def _read_until(process: subprocess.Popen, start: str) -> None:
@@ -157,7 +180,7 @@ def _report(times_s: dict[str, list[float]], options: argparse.Namespace) -> dic
     for name, seconds in times_s.items():
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(seconds), min(seconds), max(seconds))))
     console.print(table)
-    empty, ours = (statistics.median(seconds) for seconds in times_s.values())
+    empty, ours = (statistics.median(times_s[name]) for name in ("empty program", "minidist train"))
     verdict = "met" if ours - empty <= LIMIT_S else "MISSED"
     console.print(
         f"from SIGKILL to the first new step, beyond an empty program: {ours - empty:.2f} s, "

@@ -201,11 +201,11 @@ class TorchPipeline:
         positions = [plan.position(world.rank, chunk) for chunk in range(plan.num_chunks)]
         self.modules = [_StageModule(model, layers[position], work.seq_len) for position in positions]
         stages = [
-            PipelineStage(module, position, plan.positions, torch.device("cpu"))
+            PipelineStage(module, position, plan.num_parts, torch.device("cpu"))
             for module, position in zip(self.modules, positions, strict=True)
         ]
         self.work, self.rank, self.count = work, world.rank, 1
-        self.first, self.last = 0 in positions, plan.positions - 1 in positions
+        self.first, self.last = 0 in positions, plan.num_parts - 1 in positions
         self.schedule = self.SCHEDULES[schedule](
             stages if plan.num_chunks > 1 else stages[0], micro_batches, loss_fn=self._loss, scale_grads=False
         )

@@ -42,7 +42,7 @@ def time_saves(world: World, rounds: int, state_bytes: int, folder: str) -> list
             one_round = {}
             for name in _rotate(CONTENDERS, round_number):
                 all_reduce(torch.zeros(1), group)
-                one_round[name] = _time(run[name], saver.copy_bytes if name == BACKGROUND else 0)
+                one_round[name] = _time(run[name], saver.host_copy_bytes if name == BACKGROUND else 0)
                 all_reduce(torch.zeros(1), group)
                 if world.rank == 0:
                     shutil.rmtree(root, ignore_errors=True)

@@ -74,7 +74,7 @@ def _hang_finding(processes: ElasticRanks, folder: str, file: str, size: int) ->
     for number in processes.pids:
         stack = _stack_file(folder, number).read_text()
         line = next((int(m[1]) for m in re.finditer(rf'File "{re.escape(file)}", line (\d+)', stack)), None)
-        met = number in processes.waiting
+        met = number in processes.processes_in_rendezvous
         lines.append(f"  process {number} " + ("waits in the rendezvous" if met else f"is at line {line} of your file"))
         found = line if found is None and not met else found
     lines += [f"  process {number} has died" for number in processes.dead]

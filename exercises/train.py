@@ -61,7 +61,7 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     choices += [
         PieceChoice(one, left_out=f"changed since it passed: python -m exercises check {one.name}") for one in changed
     ]
-    config, _ = parse_train_options(argv, over=[word for choice in choices for word in choice.options])
+    config, _ = parse_train_options(argv, default_options=[word for choice in choices for word in choice.options])
     for choice in choices:
         if not choice.left_out and (conflict := _conflicting_option(choice, config, size)):
             choice.left_out, choice.options = f"your options conflict with {conflict}, which calls this piece", ()

@@ -8,7 +8,7 @@ _MAX_GRAPHS = 64  # per function: ranks that train one model after another soon 
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Replace the forward of every layer of `model` by one that torch.compile compiles, with its backward.
+    """Replace the forward of every layer of `model` by a version that torch.compile compiles, backward included.
 
     model: a Transformer, possibly already split by pipeline, tensor and context parallelism. All layers have the same
     code, so the first call compiles for all of them. A layer is one graph (`fullgraph`): the collectives are
@@ -16,7 +16,7 @@ def compile_layers(model: nn.Module) -> None:
     compiles once more: for the new number, or for any number.
 
     Without gradients the layers run uncompiled: evaluation and sampling have other shapes than training, and sampling
-    has a new one for every token.
+    has a new shape for every token.
     """
     torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     for layer in model.model.layers:

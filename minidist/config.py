@@ -68,7 +68,7 @@ class ZeroConfig:
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether gradients are sharded, so that every micro-batch reduces them."""
+        """Whether gradients are sharded, so that they are reduced in every micro-batch (stage 3, and 2 by default)."""
         return self.stage == 3 or (self.stage == 2 and not self.keep_gradients)
 
     def shard_group_size(self, mesh: Mesh) -> int:
@@ -89,11 +89,11 @@ class PrecisionConfig:
     compute: Dtype | None = None
     """Dtype of activations and matrix products; the policy's when not given."""
     parameter: Dtype | None = None
-    """Dtype of the parameters in forward and backward; that of compute when not given."""
+    """Dtype of the parameters in forward and backward; the compute dtype when not given."""
     grad_accum: Dtype | None = None
     """Dtype in which the gradients of micro-batches are accumulated; the policy's when not given."""
     reduce: Dtype | None = None
-    """Dtype in which gradients are reduced across ranks; that of grad_accum when not given."""
+    """Dtype in which gradients are reduced across ranks; the grad_accum dtype when not given."""
     master: Literal["fp64", "fp32", "stochastic"] | None = None
     """Dtype of the master weights and of the optimizer states; the policy's when not given. stochastic: no master
     weights; bf16 parameters are updated with stochastic rounding."""
@@ -150,8 +150,8 @@ class OptimConfig:
     muon_momentum: float = 0.95
     """Momentum of Muon."""
     muon_lr_ratio: float = 1.0
-    """Learning rate of Muon's matrices, as a multiple of that of all other parameters. Their updates have the same RMS,
-    so 1 works."""
+    """Learning rate of Muon's matrices, as a multiple of all other parameters' learning rate. Muon's and AdamW's
+    updates have the same RMS, so 1 works."""
     muon_steps: int = 5
     """Newton-Schulz iterations of a Muon update."""
     clip_norm: float | None = 1.0
@@ -186,37 +186,46 @@ class CommConfig:
     timeout_s: float = 600.0
     """Abort the run if one operation takes longer than this, in seconds."""
     hang_limit_s: float | None = None
-    """Kill a rank that is stopped, or goes on computing, while others have waited for it this long, in seconds: the run
+    """Kill a rank that others have waited for this long, in seconds, while it is stopped or goes on computing: the run
     then recovers or ends as after any death. When not given, nine tenths of timeout-s."""
 
 
 @dataclass(frozen=True)
 class ConsistencyConfig:
-    """Whether the replicas of the model hold equal parameters in every step."""
+    """How the replicas of the model are kept consistent: equal after every step, or merged every h steps."""
 
-    mode: Literal["synchronous", "central", "local", "diloco", "gossip"] = "synchronous"
+    mode: Literal["synchronous", "central", "asynchronous", "stale", "local", "diloco", "gossip"] = "synchronous"
     """synchronous: gradients are summed over all ranks in every step. central: one rank receives the gradients,
-    updates, and sends the parameters (parameter server). The others train replicas that differ, and merge them every h
-    steps: local averages the parameters (local SGD), diloco makes an outer step along the averaged difference (arXiv
-    2311.08105), gossip averages with neighbours only, and over all replicas after the last step."""
+    updates, and sends the parameters (parameter server). asynchronous: that rank updates with each single gradient, and
+    sends its sender the parameters at once. stale: asynchronous, but no rank gets far ahead of the slowest (SSP, Ho et
+    al. 2013). local, diloco and gossip train replicas that differ, and merge them every h steps: local averages the
+    parameters (local SGD), diloco makes an outer step along the averaged difference (arXiv 2311.08105), gossip averages
+    with neighbours only, and over all replicas after the last step."""
     h: int = 50
     """Steps of each replica between two merges (local, diloco, gossip)."""
     replicas: int | None = None
     """Number of replicas; it divides mesh.dp, and each replica has dp / replicas x pp x cp x tp ranks with ZeRO inside.
     When not given, each data-parallel rank is a replica."""
     outer_lr: float = 0.7
-    """Learning rate of diloco's outer step; 1 without momentum is local."""
+    """Learning rate of diloco's outer step; 1 without momentum gives the same as local."""
     outer_momentum: float = 0.9
     """Nesterov momentum of diloco's outer step."""
     topology: Literal["ring", "matching"] = "ring"
     """Neighbours of a replica under gossip. ring: the two next to it. matching: one, drawn anew for every merge."""
     server: int = 0
-    """The rank that updates the parameters under central."""
+    """The rank that updates the parameters under central, asynchronous and stale."""
+    staleness_bound: int = 1
+    """Steps that a rank may be ahead of the slowest one under stale; with 0 and plain SGD it is synchronous."""
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether replicas differ between merges."""
+    def merges_replicas(self) -> bool:
+        """Whether replicas train separately and are merged every `h` steps (modes local, diloco and gossip)."""
         return self.mode in ("local", "diloco", "gossip")
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each rank pushes gradients and pulls parameters at its own pace (modes asynchronous and stale)."""
+        return self.mode in ("asynchronous", "stale")
 
 
 @dataclass(frozen=True)
@@ -228,8 +237,8 @@ class TrainConfig:
     global_batch: int = 32
     """Samples per step over all ranks."""
     micro_batches: int = 1
-    """Micro-batches that each rank divides its samples of a step into: those of the pipeline, or without a pipeline
-    those that gradients are accumulated over."""
+    """Micro-batches that each rank divides its samples of a step into: for the pipeline or, without one, for gradient
+    accumulation."""
     seed: int = 1234
     """Random seed of the initial parameters, the data order and dropout."""
     max_skipped_steps: int = 0
@@ -242,8 +251,8 @@ class TrainConfig:
     eval_samples: int = 256
     """Number of held-out samples per evaluation."""
     straggler_threshold: float = 0.25
-    """Name the rank that others wait for if its excess is more than this fraction of the step time: the time per step
-    by which the median of the other ranks waits longer for communication. 0: never."""
+    """Report the slowest rank if its excess is more than this fraction of the step time. The excess is the time per
+    step by which the other ranks (their median) wait longer for communication. 0: never."""
     sample_tokens: int = 200
     """Tokens to generate as a sample at the end; 0: none."""
 
@@ -261,8 +270,8 @@ class CheckpointConfig:
     background: bool = True
     """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
     remote: str | None = None
-    """Also copy every checkpoint to this folder in the background, and resume from it if --folder has nothing newer: a
-    URL of a file system that fsspec knows, such as s3://bucket/run. Needs the extra minidist[remote]."""
+    """A URL of a file system that fsspec knows, such as s3://bucket/run: also copy every checkpoint there in the
+    background, and resume from there if --folder has nothing newer. Needs the extra minidist[remote]."""
     resume: Path | None = None
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and
@@ -271,7 +280,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """What happens when a rank dies, finding silent faults, and injecting faults to see that a run survives them.
+    """Recovery when a rank dies, detection of silent faults, and injection of faults, to see that a run survives.
 
     `minidist chaos` tries many faults.
     """
@@ -283,7 +292,7 @@ class FaultConfig:
     """Live recovery: number of ranks to start in place of dead ones, in all. Afterwards the run goes on with the ranks
     that are left, as long as they fill the mesh."""
     memory_every: int = 10
-    """Live recovery: every this many steps, each rank copies its shards to host memory, and to that of another rank (in
+    """Live recovery: every this many steps, each rank copies its shards to its host memory and to another rank's (in
     another node or replica). A death loses at most these steps. Only ZeRO, and layouts with one replica, need copies:
     otherwise the other replica has the state of the last step. 0: no copies; what is lost comes from a checkpoint."""
     inject: str | None = None
@@ -294,7 +303,7 @@ class FaultConfig:
     """Compare the replicas of all parameters and optimizer states every this many steps, and before every checkpoint,
     by a hash of their bits; the run ends if they differ. 0: never."""
     repair: bool = False
-    """Where the majority of the replicas is equal, overwrite the others by it and go on, instead of ending the run."""
+    """If most replicas of a tensor are equal, overwrite the differing ones and go on, instead of ending the run."""
 
 
 @dataclass(frozen=True)
@@ -350,12 +359,14 @@ class Config:
     ... when not given."""
 
     def num_replicas(self, mesh: Mesh) -> int:
-        """Number of replicas that train by themselves between merges; 1 if all ranks train together."""
-        return (self.consistency.replicas or mesh.dp) if self.consistency.has_replicas else 1
+        """Number of replicas that train separately between merges; 1 if all ranks train together."""
+        return (self.consistency.replicas or mesh.dp) if self.consistency.merges_replicas else 1
 
     def replica_mesh(self, mesh: Mesh) -> Mesh:
         """Return the mesh of one replica, whose ranks train together. mesh: of all ranks."""
-        return dataclasses.replace(mesh, dp=mesh.dp // self.num_replicas(mesh))
+        return dataclasses.replace(
+            mesh, dp=1 if self.consistency.is_asynchronous else mesh.dp // self.num_replicas(mesh)
+        )
 
     def mesh_of(self, world_size: int) -> Mesh:
         """Return the mesh of a run on `world_size` ranks, with `mesh.dp` filled in if it is not given.
@@ -397,7 +408,7 @@ class Config:
 
 
 def to_toml(config: Any, prefix: str = "") -> str:
-    """Return a configuration as TOML text, with all fields.
+    """Return a configuration, or a section of one, as TOML text with all fields.
 
     prefix: stands before the names of all sections; empty for a whole configuration.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """An impossible request; the message says what was given, what is possible and the one change to make.
+    """Raised for an impossible request; the message says what was given, what is possible and the one change to make.
 
     The process ends with exit code 2, and nothing on disk has changed.
     """
@@ -18,11 +18,11 @@ class UserError(Exception):
 
 
 class DamagedError(UserError):
-    """The files of a checkpoint are missing, unreadable, or differ from those that were written."""
+    """Raised if files of a checkpoint are missing, unreadable, or differ from those that were written."""
 
 
 class RunError(Exception):
-    """A run that was possible failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
+    """Raised if a valid run failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
 
     exit_code = 1
     # Whether the error may occur on some ranks only, so that rank 0 may have nothing to report.
@@ -30,7 +30,7 @@ class RunError(Exception):
 
 
 class CommError(RunError):
-    """An operation between ranks failed: a peer died, or the backend aborted it."""
+    """Raised if an operation between ranks failed: a peer died, or the backend aborted it."""
 
     of_some_ranks = True
 
@@ -39,7 +39,7 @@ def suggest(given: str, possible: Iterable[str], max_listed: int = 12, prefix: s
     """Return the end of a message about an unknown name: the closest possible name, and all names if they are few.
 
     given: the unknown name. possible: the known names. max_listed: if a name is close and there are more names than
-    this, only the close one is given. prefix: stands before each name in the message, as "train." does.
+    this, only the close one is listed. prefix: stands before each name in the message, as "train." does.
     """
     names = list(possible)
     close = difflib.get_close_matches(given, names, 1)
@@ -50,7 +50,7 @@ def suggest(given: str, possible: Iterable[str], max_listed: int = 12, prefix: s
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks for a message: `rank 3`, `ranks 0-2, 5`."""
+    """Return ranks as text for a message: `rank 3`, `ranks 0-2, 5`."""
     ranks = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ranks:

@@ -25,7 +25,7 @@ def mix(x: "Tensor | np.ndarray") -> "Tensor | np.ndarray":
 
 
 def mix_int(x: int) -> int:
-    """Return the splitmix64 hash of one integer, taken modulo 2**64: the bits of `mix`, unsigned."""
+    """Return the splitmix64 hash of one integer (modulo 2**64), as an unsigned integer with the bits of `mix`."""
     x = (x + _GOLDEN) & _MASK64
     for shift, factor in _MIX64:
         x = ((x ^ (x >> shift)) * factor) & _MASK64
@@ -35,7 +35,7 @@ def mix_int(x: int) -> int:
 def hash64(*fields: int | np.ndarray) -> np.ndarray:
     """Return a uint64 hash of a tuple of integers; with arrays, which are broadcast together, one hash per element.
 
-    Injective in the last field for fixed other fields, so hashes of arange(n) are distinct.
+    Tuples that differ only in the last field have different hashes, so the hashes of arange(n) are distinct.
     """
     h = np.int64(0)
     with np.errstate(over="ignore"):  # overflow wraps, as wanted; NumPy warns about it for scalars
@@ -46,5 +46,5 @@ def hash64(*fields: int | np.ndarray) -> np.ndarray:
 
 
 def signed(x: int) -> int:
-    """Return the signed 64-bit integer with the bits of the unsigned 64-bit integer `x`."""
+    """Convert an unsigned 64-bit integer to the signed one with the same bits."""
     return x - (1 << 64) if x >> 63 else x

@@ -14,7 +14,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh of `pp * dp * cp * tp` ranks. Raises ValueError if a size is not a positive integer."""
+    """A mesh of `pp * dp * cp * tp` ranks, numbered with tp fastest. Raises ValueError for a size below 1."""
 
     pp: int = 1
     dp: int = 1
@@ -28,7 +28,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first."""
+        """The size of each axis by name, outermost axis first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -58,14 +58,14 @@ class Mesh:
         return number
 
     def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """Return the group of `rank` along `axes`: all ranks, ascending, with its coordinates on the other axes."""
+        """Return the group of `rank` along `axes`: all ranks with its coordinates on the other axes, ascending."""
         axes = self._known(axes)
         home = self.coords(rank)
         spans = [range(size) if axis in axes else (home[axis],) for axis, size in self.sizes.items()]
         return tuple(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*spans))
 
     def rank_groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """Return all groups along `axes`, which partition the ranks, in the order of their first rank."""
+        """Return all groups of ranks along `axes`, sorted by their first rank; each rank is in one group."""
         axes = self._known(axes)
         groups: list[tuple[int, ...]] = []
         placed: set[int] = set()

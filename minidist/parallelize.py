@@ -10,6 +10,7 @@ from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
+from minidist.consistency.asynchronous import AsynchronousReducer
 from minidist.consistency.central import CentralReducer
 from minidist.consistency.merge import ReplicaMerger
 from minidist.parallel.context.split import apply_context_parallel
@@ -54,7 +55,7 @@ class ParallelModel:
     masters that the optimizer updates. pipeline: the executor if pp > 1. parts: the layers of each part of the model,
     in order. cp_attention: "ring" or "ulysses", the attention over sequences that are sharded over cp.
     sequence_parallel: whether tp ranks shard the sequence between tensor-parallel regions. scaler: the loss scaler, if
-    the loss is scaled. merger: merges the replicas that train by themselves, if there are any.
+    the loss is scaled. merger: merges the replicas, if they train separately.
     """
 
     model: nn.Module
@@ -68,11 +69,11 @@ class ParallelModel:
     merger: ReplicaMerger | None = None
 
     def layer_range(self, chunk: int) -> range:
-        """Return the indices of the layers in a chunk of this rank's pipeline stage. chunk: its number on the stage."""
+        """Return the layer indices of one chunk of this rank's pipeline stage. chunk: its number on the stage."""
         return self.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
 
     def empty_hidden(self, samples: int, seq_len: int, tp: int) -> Tensor:
-        """Allocate a tensor to receive the hidden states from another stage, (samples, local length, hidden size).
+        """Allocate a tensor for hidden states received from another stage, (samples, local length, hidden size).
 
         seq_len: tokens of a sequence on this rank. With sequence parallelism the local length is seq_len / tp.
         """
@@ -82,10 +83,10 @@ class ParallelModel:
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelModel:
-    """Parallelize `model` over the mesh of `groups`.
+    """Collective: parallelize `model` over the mesh of `groups`; return this rank's part of it.
 
     In this order: pipeline, tensor and context parallelism, compilation, recomputation, precision, data parallelism or
-    ZeRO. model: the full model; rank 0's values are broadcast. groups: bound for `group_specs`.
+    ZeRO. model: the full model, changed in place; rank 0's values are broadcast. groups: bound from `group_specs`.
     """
     mesh = groups.mesh
     for name in ("outer", "grads", "replicas", "tensor", "activations"):  # one after the other: all values are rank 0's
@@ -124,7 +125,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         pipeline = PipelineExecutor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
-    merger = ReplicaMerger(config, reducer, groups) if config.consistency.has_replicas else None
+    merger = ReplicaMerger(config, reducer, groups) if config.consistency.merges_replicas else None
     return ParallelModel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler, merger)
 
 
@@ -155,12 +156,14 @@ def _reducer(
         parameters, comm = named_parameters(model), config.comm
         if config.consistency.mode == "central":
             return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
+        if config.consistency.is_asynchronous:
+            return AsynchronousReducer(parameters, specs, groups, config)
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
 
 
 def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:
-    """Return the group with this all-reduce algorithm: "backend" for the backend's own, or one of `comm/algorithms`."""
+    """Return a copy of `group` that uses an all-reduce of `comm/algorithms`; `group` itself for "backend"."""
     if algorithm == "backend":
         return group
     return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

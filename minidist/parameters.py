@@ -60,8 +60,8 @@ class Box:
             return None
         return Box(start, stop)
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds exactly the box `outer`."""
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
+        """Return the index of this box in a tensor that holds exactly the box `outer`, which must contain this one."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
 
@@ -126,7 +126,7 @@ class ParamSpec:
 
     @property
     def owner(self) -> int:
-        """The replica that the norm counts and that writes the checkpoint; a hash of the name spreads the work."""
+        """Global rank of the replica that the norm counts and the checkpoint saves, chosen by a hash of the name."""
         return self.replicas[zlib.crc32(self.name.encode()) % len(self.replicas)]
 
     @property
@@ -160,7 +160,7 @@ def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, Para
 
 
 def check_specs_cover(model: nn.Module, specs: ParamSpecs) -> None:
-    """Raise KeyError unless every parameter of the model has a spec with the parameter's local size."""
+    """Raise KeyError unless `specs` has a spec of every parameter of the model, with the parameter's local size."""
     for name, parameter in named_parameters(model).items():
         if name not in specs:
             raise KeyError(f"parameter {name} has no ParamSpec; {len(specs)} are known, among them {sorted(specs)[:3]}")

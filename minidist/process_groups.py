@@ -25,13 +25,13 @@ GRADIENT_GROUPS = ("grads", "replicas", "norms", "heads", "tied")
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Return the specs of all process groups that `config` needs on `mesh`; a mesh axis of size 1 needs none.
 
-    With replicas that train by themselves, every other group lies inside a replica ("replica" has all its ranks), and
-    "outer" has the ranks at the same place in each replica.
+    If replicas train separately, every other group lies inside a replica, "replica" has all ranks of a replica, and
+    "outer" has the ranks with the same coordinates in each replica.
     """
+    each = config.replica_mesh(mesh).dp
     specs = _replica_group_specs(config.replica_mesh(mesh), config)
-    if not config.consistency.has_replicas:
+    if not (config.consistency.merges_replicas or config.consistency.is_asynchronous):
         return specs
-    each = mesh.dp // config.num_replicas(mesh)
     replicas = tuple(tuple(range(first, first + each)) for first in range(0, mesh.dp, each))
     return [
         *(_in_each_replica(spec, replicas) for spec in specs),
@@ -112,11 +112,11 @@ def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> lis
 
 def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
     """Return the stages that hold the first and the last part of the model, ascending; one stage if it holds both."""
-    return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.positions - 1)[0]}))
+    return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.num_parts - 1)[0]}))
 
 
 def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
-    """Return the range of layers of each model part, in model order, balanced by FLOPs per token.
+    """Return the range of layers of each part of the model, from the input on, balanced by FLOPs per token.
 
     The model has one part per stage and chunk of `schedule`. The FLOPs of the output head count for the last part.
     """
@@ -126,7 +126,7 @@ def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[
 
 
 class ForwardFlops(NamedTuple):
-    """The FLOPs of forward per token: in a layer's weights and its attention's two products, and in the output head."""
+    """FLOPs of forward per token: of a layer's weights, of its attention's two products, and of the output head."""
 
     layer_weights: int
     layer_attention: int
@@ -141,7 +141,7 @@ def forward_flops(model: ModelConfig, seq_len: int) -> ForwardFlops:
 
 
 def replica_dp_coords(mesh: Mesh, config: Config, rank: int) -> range:
-    """Return the dp coordinates of the ranks that train together with `rank`: all, or those of its replica."""
+    """Return the dp coordinates of the ranks that train together with `rank`: its replica's ranks, or all."""
     each = config.replica_mesh(mesh).dp
     first = mesh.coords(rank)["dp"] // each * each
     return range(first, first + each)
@@ -156,7 +156,7 @@ def ranks_with(
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Return whether Muon updates a parameter: a matrix of a layer, so neither the embedding nor the head.
+    """Return whether Muon updates a parameter: it is a matrix of a layer, neither the embedding nor the head.
 
     name: global name of the parameter. ndim: number of its dimensions.
     """

@@ -26,7 +26,7 @@ SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
 _RANGES: dict[tuple[float, float], str] = {
     (0, math.inf): "train.max-skipped-steps train.straggler-threshold train.eval-every train.sample-tokens "
     "checkpoint.every checkpoint.keep-every fault.digest-every fault.max-restarts fault.memory-every "
-    "optim.lr optim.weight-decay optim.warmup-steps",
+    "optim.lr optim.weight-decay optim.warmup-steps consistency.staleness-bound",
     (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
     "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
     "data.seq-len consistency.h consistency.replicas",
@@ -48,11 +48,11 @@ def validate(config: Config, world_size: int) -> Mesh:
     try:
         config.model.validate()
         validate_numbers(config)
-        validate_data(config, mesh)
+        _validate_data(config, mesh)
         validate_pipeline(config, mesh)
-        validate_compile(config, mesh)
-        validate_consistency(config, mesh)
-        validate_zero(config, mesh)
+        _validate_compile(config, mesh)
+        _validate_consistency(config, mesh)
+        _validate_zero(config, mesh)
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
             config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence_parallel=how.sequence
@@ -88,7 +88,7 @@ def validate_numbers(config: Config) -> None:
         )
 
 
-def validate_data(config: Config, mesh: Mesh) -> None:
+def _validate_data(config: Config, mesh: Mesh) -> None:
     """Raise UserError if sequences are too long for the model, or the global batch cannot be divided over the ranks."""
     train, data = config.train, config.data
     if data.seq_len > config.model.max_seq_len:
@@ -176,8 +176,8 @@ def validate_schedule(kind: str, num_stages: int, num_micro_batches: int, chunks
     return chunks_per_stage
 
 
-def validate_compile(config: Config, mesh: Mesh) -> None:
-    """Raise UserError for options that need to look inside a layer, which compilation makes opaque."""
+def _validate_compile(config: Config, mesh: Mesh) -> None:
+    """Raise UserError for options that need to see inside a layer, which is not possible if layers are compiled."""
     if not config.compile:
         return
     if mesh.pp > 1 and config.parallel.schedule in SPLIT_BACKWARD:
@@ -267,7 +267,7 @@ def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
 # -- replicas that differ ---------------------------------------------------------------------------------------------
 
 
-def validate_consistency(config: Config, mesh: Mesh) -> None:
+def _validate_consistency(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the mode of consistency does not work with the mesh or with the other options."""
     how, steps = config.consistency, config.train.steps
     if how.mode != "synchronous" and config.fault.live_recovery:
@@ -275,15 +275,15 @@ def validate_consistency(config: Config, mesh: Mesh) -> None:
             f"fault.live-recovery replaces ranks from replicas that are equal, and consistency.mode is {how.mode}: "
             "leave --fault.live-recovery out; a run resumes from its last checkpoint."
         )
-    if how.mode == "central":
-        _validate_central(config, mesh)
-    if how.has_replicas and mesh.dp % config.num_replicas(mesh):
+    if how.mode == "central" or how.is_asynchronous:
+        _validate_server(config, mesh)
+    if how.merges_replicas and mesh.dp % config.num_replicas(mesh):
         possible = _possible_sizes(lambda n: mesh.dp % n == 0, mesh.dp)
         raise UserError(
             f"consistency.replicas is {how.replicas}, and dp={mesh.dp} ranks cannot be divided into as many equal "
             f"replicas: give --consistency.replicas {possible}."
         )
-    if how.has_replicas and steps % how.h:
+    if how.merges_replicas and steps % how.h:
         down, up = steps // how.h * how.h, -(-steps // how.h) * how.h
         raise UserError(
             f"consistency.h is {how.h}, which does not divide the {steps} steps: the run would end between two merges. "
@@ -298,8 +298,8 @@ def validate_consistency(config: Config, mesh: Mesh) -> None:
         )
 
 
-def _validate_central(config: Config, mesh: Mesh) -> None:
-    server, zero = config.consistency.server, config.zero.stage
+def _validate_server(config: Config, mesh: Mesh) -> None:
+    mode, server, zero = config.consistency.mode, config.consistency.server, config.zero.stage
     if not 0 <= server < mesh.world_size:
         raise UserError(
             f"consistency.server is {server}, and the {mesh.world_size} ranks of {mesh} are 0 to "
@@ -307,13 +307,13 @@ def _validate_central(config: Config, mesh: Mesh) -> None:
         )
     if mesh.dp != mesh.world_size or zero or not resolve_policy(config.precision).uniform:
         raise UserError(
-            f"consistency.mode central has the whole model on one server, in one dtype: {mesh}, zero.stage {zero} and "
+            f"consistency.mode {mode} has the whole model on one server, in one dtype: {mesh}, zero.stage {zero} and "
             f"precision.policy {config.precision.policy} do not fit. Give --mesh.dp {mesh.world_size} alone and "
-            "--precision.policy fp32; --zero.stage 1 in place of central makes every rank the server of a shard."
+            f"--precision.policy fp32; --zero.stage 1 in place of {mode} makes every rank the server of a shard."
         )
     if config.comm.algorithm != "backend" or config.comm.gradients == "naive":
         raise UserError(
-            "consistency.mode central sends gradients to one rank, without an all-reduce or its order: leave "
+            f"consistency.mode {mode} sends gradients to one rank, without an all-reduce or its order: leave "
             "--comm.algorithm and --comm.gradients out."
         )
 
@@ -321,7 +321,7 @@ def _validate_central(config: Config, mesh: Mesh) -> None:
 # -- ZeRO and the optimizer -------------------------------------------------------------------------------------------
 
 
-def validate_zero(config: Config, mesh: Mesh) -> None:
+def _validate_zero(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the ZeRO stage does not work with the other options or with the mesh."""
     zero, policy = config.zero, resolve_policy(config.precision)
     validate_shard_group(config, mesh)
@@ -343,7 +343,7 @@ def validate_zero(config: Config, mesh: Mesh) -> None:
 
 
 def validate_shard_group(config: Config, mesh: Mesh) -> None:
-    """Raise UserError if the data-parallel ranks cannot be divided into groups of `zero.shard`."""
+    """Raise UserError if the data-parallel ranks cannot be divided into shard groups of `zero.shard` ranks."""
     mesh = config.replica_mesh(mesh)
     shard, ranks = config.zero.shard, f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
     if shard is None:
@@ -365,7 +365,7 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
 
 
 def option_value(config: Config, name: str) -> Any:
-    """Return the value of an option by its name, such as "train.global-batch"."""
+    """Return the value of the option `name`, such as "train.global-batch"."""
     section, field_name = name.replace("-", "_").split(".")
     return getattr(getattr(config, section), field_name)
 

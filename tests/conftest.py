@@ -1,5 +1,6 @@
 """Fixtures: one warm rank server for all tests with ranks, and a check that it leaves no process or shared memory."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 
 from minidist.tools.launch import RankServer
 from tests.helpers.processes import wait_until
+
+# Torch's threads sleep while they wait for each other: on two busy cores, spinning takes more time than the work.
+# OpenMP reads this once, when torch is imported; every process that a test starts inherits it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["tests.helpers.deadline"]
 
@@ -28,7 +33,9 @@ DEADLINE_S = 240.0  # of one job; the deadline of a test is in tests/helpers/dea
 _CLEANUP_S = 10.0
 # Modules that the ranks of most tests import: the server imports them once, before it forks the ranks.
 PRELOAD = (
-    *("torch._dynamo", "safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.optim"),
+    *("torch.distributed.checkpoint", "torch.distributed.tensor.parallel"),
+    *("safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
 )

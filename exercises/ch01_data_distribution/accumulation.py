@@ -1,10 +1,10 @@
 """Gradient accumulation without communication.
 
 Write the missing lines of register_gradient_hooks; its docstring specifies the result.
-You may call: reducer.add, reducer.mark_ready, is_last_backward.
+You may call: reducer.accumulate, reducer.mark_ready, is_last_backward.
 Check it with: python -m exercises check accumulation
 
-Stub 051744ca.
+Stub 16a344c4.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ def register_gradient_hooks(
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
-    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
-    autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
-    of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
+    is_last_backward: returns whether the running backward is the last one of the step. Only then does a hook call
+    `mark_ready`; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None,
+    because autograd would add the next gradient to one that the reducer already has. Autograd does not call the hook of
+    a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
 
     def hook_for(name: str):

@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedReducer; their docstrings specify 
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub 01e922c2.
+Stub b946e0ce.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -24,8 +24,8 @@ class Bucket:
 
     counted_names: names of parameters, of this or other buckets. The buffer ends with one element for each: 1 if this
     rank used the parameter and 0 if not, so after the all-reduce the number of ranks that used it.
-    buffer: (numel,), the gradients, then the counts. use_counts: the counts. views: each gradient's part of the buffer,
-    in the parameter's shape, by name. handle: the handle of the all-reduce.
+    buffer: (numel,), the gradients, then those counts. use_counts: the counts' part of the buffer. views: each
+    gradient's part, in the parameter's shape, by name. handle: the handle of the all-reduce.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):
@@ -42,7 +42,7 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Collective: start the all-reduce. filled: parameters with a gradient; the gradients of all others are 0."""
+        """Collective: start the all-reduce. filled: names of the parameters with a gradient; all others send 0."""
         raise NotImplementedError("a missing gradient counts as zero")
         if self.counted_names:
             self.use_counts.copy_(torch.tensor([float(name in filled) for name in self.counted_names]))
@@ -87,7 +87,7 @@ class BucketedReducer(GradientReducer):
                 buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, counted_names))
         return buckets
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name` in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}): its bucket may be in flight")
@@ -107,7 +107,7 @@ class BucketedReducer(GradientReducer):
         raise NotImplementedError("launch complete buckets in index order")
 
     def finish_reductions(self) -> None:
-        """Collective: launch the remaining buckets, wait for all. Then `.grad` is the sum, None if no rank used it."""
+        """Collective: reduce the remaining buckets; set each `.grad` to the sum; None if no rank used the parameter."""
         raise NotImplementedError("launch the remaining buckets, then wait for all")
         for bucket in self._buckets:
             for name, uses in zip(bucket.counted_names, bucket.use_counts.tolist(), strict=True):

@@ -14,7 +14,7 @@ class Notes:
     def __init__(self, group):
         self.group, self.sums, self.calls, self.sent = group, {}, [], {}
 
-    def add(self, name, grad):
+    def accumulate(self, name, grad):
         self.calls.append(("add", name))
         self.sums[name] = self.sums[name] + grad if name in self.sums else grad.clone()
 

@@ -53,7 +53,7 @@ def backward(reducer, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=
         names = names[rank % 2 :: 2] + names[1 - rank % 2 :: 2]
     for name in names:
         if name not in leave_out:
-            reducer.add(_attribute(name), gradient(name, shapes[name], rank, step))
+            reducer.accumulate(_attribute(name), gradient(name, shapes[name], rank, step))
             network.event(f"ready {name}")
             reducer.mark_ready(_attribute(name))
     network.event("backward is over")

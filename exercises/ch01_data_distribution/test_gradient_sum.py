@@ -38,7 +38,7 @@ def reducer_of(answer, world, network, dtype=torch.float32):
 def run_step(reducer, world, step=0, dtype=torch.float32):
     """Add this rank's gradients and call finish_reductions()."""
     for name in SHAPES:
-        reducer.add(name, gradient(name, world.rank, step, dtype))
+        reducer.accumulate(name, gradient(name, world.rank, step, dtype))
         reducer.mark_ready(name)
     reducer.finish_reductions()
 
@@ -80,7 +80,7 @@ def unused_parameters(answer, world, network):
     """A parameter that one rank used gets its gradient on all ranks; one that no rank used keeps None."""
     reducer, parameters = reducer_of(answer, world, network)
     if world.rank == world.size - 1:
-        reducer.add("rare", torch.tensor([3.0, 4.0]))
+        reducer.accumulate("rare", torch.tensor([3.0, 4.0]))
     run_step(reducer, world)
     expect("the gradient of a parameter that only the last rank used", grad_of(parameters, "rare"), [3.0, 4.0])
     expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)

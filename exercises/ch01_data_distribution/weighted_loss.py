@@ -4,7 +4,7 @@ Write the missing lines of all_reduce_token_count and backward; their docstrings
 You may call: AsyncSum, sum, torch.tensor, Tensor.backward, Tensor.detach.
 Check it with: python -m exercises check weighted_loss
 
-Stub ec333b31.
+Stub dbb40956.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def all_reduce_token_count(counts: Iterable[int], weight: float, group: Group) -
 
 
 def backward(loss_sums: Iterable[Tensor], weight: float, count: AsyncSum) -> float | Tensor:
-    """Run backward of this rank's part of the loss; returns that part, () in nats, or 0.0 without any loss.
+    """Run backward of this rank's part of the loss; return that part, () in nats, or 0.0 without any loss.
 
     loss_sums: for each micro-batch the sum of its token losses, (); a lazy iterable, so that the activations of one
     micro-batch are freed before the next forward. weight: w_i, as given to `all_reduce_token_count`. count: what

@@ -5,7 +5,7 @@ results.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 
-Stub bbd1bbfb.
+Stub efaefb2d.
 """
 
 import torch
@@ -41,7 +41,7 @@ class _ReduceFromTP(torch.autograd.Function):
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """Collective: all-reduce the partial results `x` (any shape) of a tensor-parallel region; the sum is replicated."""
+    """Collective: return the sum of the partial results `x` (any shape) over the group; backward is the identity."""
     return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 

@@ -5,7 +5,7 @@ results.
 You may call: list.append, Tensor.flatten, torch.matmul.
 Check it with: python -m exercises check split_backward
 
-Stub 26780197.
+Stub 586cc868.
 """
 
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ class _Linear(torch.autograd.Function):
 class DeferWeightGradients(TorchFunctionMode):
     """A context manager in which linear layers defer their weight gradients in backward.
 
-    names: the weights whose gradients are deferred, and their names. deferred: the list to which backward appends the
-    deferred weight gradients, for `compute_weight_gradient`.
-    Layers with a bias, and layers whose input needs no gradient, keep their full backward.
+    names: the name of each weight whose gradient is deferred. deferred: the list to which backward appends one entry
+    per deferred gradient, for `compute_weight_gradient`. Layers with a bias, and layers whose input needs no gradient,
+    keep their full backward.
     """
 
     def __init__(self, names: Mapping[Tensor, str], deferred: list[DeferredWeightGradient]):
@@ -56,6 +56,6 @@ class DeferWeightGradients(TorchFunctionMode):
 
 
 def compute_weight_gradient(deferred: DeferredWeightGradient) -> Tensor:
-    """Compute a deferred weight gradient: `dW = dy^T x`, (out, in)."""
+    """Return the gradient of a linear layer's weight, `dW = dy^T x`, (out, in). deferred: (name, x, dy)."""
     _, x, grad = deferred
     raise NotImplementedError("return the gradient of the weight, (out, in)")

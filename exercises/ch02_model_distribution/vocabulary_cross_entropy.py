@@ -5,7 +5,7 @@ You may call: ops.all_reduce_max, ops.all_reduce, torch.stack, Tensor.gather, Te
 ctx.save_for_backward.
 Check it with: python -m exercises check vocabulary_cross_entropy
 
-Stub ada03f99.
+Stub 4f3a503d.
 """
 
 import torch
@@ -32,12 +32,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss:
-    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
+    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`; called like `cross_entropy_sum`.
 
     first: the first token id of this rank's shard, which has the logits of the n tokens `first` to `first + n - 1`.
 
-    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
-    three numbers per position, instead of one per token of the vocabulary.
+    Ranks exchange three numbers per position, instead of one per token of the vocabulary: "fuse the output of the
+    parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3).
     """
 
     def __init__(self, first: int, group: Group):

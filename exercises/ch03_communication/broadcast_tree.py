@@ -4,7 +4,7 @@ Write the missing lines of tree_broadcast; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check broadcast_tree
 
-Stub 25dbfad1.
+Stub 8de9592b.
 """
 
 from torch import Tensor
@@ -14,10 +14,7 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
-
-    The tensor passes along a binomial tree.
-    """
+    """Collective: overwrite `tensor` with group rank `src`'s tensor, sent along a binomial tree."""
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1

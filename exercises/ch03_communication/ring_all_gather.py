@@ -4,7 +4,7 @@ Write the missing lines of ring_gather; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check ring_all_gather
 
-Stub fe5effb2.
+Stub 800fe043.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from minidist.comm.group import Group
 
 
 def ring_gather(chunks: list[Tensor], group: Group) -> None:
-    """All-gather in place: every rank's `chunks[rank]` goes round the ring until each rank has all chunks."""
+    """Collective: all-gather in place; each rank's `chunks[rank]` goes round the ring until all have all chunks."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         raise NotImplementedError("send on the chunk received in the previous round")

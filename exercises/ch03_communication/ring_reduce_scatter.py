@@ -4,7 +4,7 @@ Write the missing lines of ring_reduce; its docstring specifies the result.
 You may call: exchange, reduce_into, send, recv.
 Check it with: python -m exercises check ring_reduce_scatter
 
-Stub 20438150.
+Stub ede4e14c.
 """
 
 from torch import Tensor
@@ -14,9 +14,9 @@ from minidist.comm.group import Group
 
 
 def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
-    """Reduce-scatter in place: `chunks[rank]` ends fully reduced on this rank, the others hold partial results.
+    """Collective: reduce-scatter in place; `chunks[rank]` ends up fully reduced, all other chunks partially reduced.
 
-    chunks: one view per rank, which together cover the tensor; the same lengths on every rank.
+    chunks: the tensor split into one view per rank, with the same lengths on every rank. op "mean" only adds.
     """
     size, rank = group.size, group.rank
     scratch = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))

@@ -86,7 +86,7 @@ def observed_launches(network, names, order):
     reducer = BucketedReducer(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
     before, marks = len(network.records), len(network.events)
     for name in order:
-        reducer.add(name, torch.ones(4))
+        reducer.accumulate(name, torch.ones(4))
         network.event(name)
         reducer.mark_ready(name)
     reducer.finish_reductions()

@@ -4,7 +4,7 @@ Write the missing lines of FlatLayout and lay_out_flat; their docstrings specify
 You may call: Slot, FlatLayout, FlatLayout.shard_bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 
-Stub 62229dc3.
+Stub 3882e4e7.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from minidist.zero.plan import Slot
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of parameters in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
+    """Where parameters lie in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
 
     slots: the elements of the flat buffer that each parameter occupies, by name.
     """
@@ -47,7 +47,7 @@ class FlatLayout:
         raise NotImplementedError("return which elements of each parameter are in this shard")
 
     def unpadded_numel(self, shard: int) -> int:
-        """Return the number of elements in a shard, without padding. shard: its index."""
+        """Return the number of elements of parameters in a shard, without padding. shard: its index."""
         return sum(stop - start for start, stop in self.param_ranges(shard).values())
 
 

@@ -5,7 +5,7 @@ You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, 
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub d3fb37b1.
+Stub ac1122b3.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from minidist.zero.gather import Block
 
 
 class BlockGatherer:
-    """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
+    """Gathers the parameters of each block before it runs and frees them after it (stage 3), by hooks on the modules.
 
-    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: the
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all `blocks`. num_layers: the
     number of layers of the whole model. keep_last_block: whether the last block and the head stay unsharded between
     forward and backward. prefetch: whether to gather the next block while one computes. on_block_done: called with the
     flat parameters of each block whose backward is over; None to call nothing.
@@ -94,21 +94,21 @@ class BlockGatherer:
         """End the backward of the current block: reshard its parameters and report it."""
         raise NotImplementedError("free the block whose backward has run, if any, and call `on_block_done`")
 
-    def end_backward(self) -> None:
-        """Reshard all blocks, after the backward of a micro-batch."""
+    def reshard_all(self) -> None:
+        """Reshard all blocks: free the full parameters. Called after the backward of a micro-batch."""
         self._in_backward = None
         self.root.reshard()
         for block in self.blocks.values():
             block.reshard()
 
     def gather_all(self) -> None:
-        """Collective: unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
+        """Collective: unshard all parameters, so that the full model can be read; `reshard_all` reshards them."""
         for block in [self.root, *self.blocks.values()]:
             block.unshard()
 
 
 class ShardedFlatParam(FlatParam):
-    """A flat parameter whose full buffer is allocated only while it is unsharded (stage 3)."""
+    """A `FlatParam`, with its arguments, whose full buffer is allocated only while it is unsharded (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -120,9 +120,9 @@ class ShardedFlatParam(FlatParam):
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Collective: allocate the flat buffer and start its all-gather, unless done since the last `reshard`."""
+        """Collective: allocate `full_buffer` and start its all-gather, unless done since the last `reshard`."""
         raise NotImplementedError("allocate the flat parameter and start its all-gather, unless it is unsharded")
 
     def reshard(self) -> None:
-        """Free the flat buffer's storage; views in the model and in autograd see the data of the next all-gather."""
+        """Free the storage of `full_buffer`; views in the model and in autograd see the next all-gather's data."""
         raise NotImplementedError("free the storage of the flat parameter")

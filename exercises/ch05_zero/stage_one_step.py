@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, FlatLayout.shard_bounds, FlatLayout.pa
 Tensor.copy_, Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub 65d67beb.
+Stub 2176a53f.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import MasterWeights, Rounding
+from minidist.precision.masters import MasterWeights, RoundingFunction
 from minidist.zero.plan import FlatLayout
 
 
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. replica_group: the ranks with the same shard, which sum it;
-    None if there are none. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard, summed
-    over all ranks after the reduction. transient: whether `full_buffer` exists only during a reduction; here False.
+    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard, over which
+    the shard is summed, too; None if only this rank holds it. full_buffer: (numel,), the flat gradient. result:
+    (shard_numel,), this rank's shard, summed over all ranks after the reduction. transient: whether `full_buffer`
+    exists only during a reduction; here False.
     """
 
     transient = False
@@ -49,10 +50,10 @@ class FullGradients:
         self.result = self.full_buffer[slice(*self.layout.shard_bounds(self.group.rank))]
 
     def live_tensors(self) -> list[Tensor | None]:
-        """Return the gradient tensors in memory now, for memory measurements; None if one is not allocated."""
+        """Return the gradient tensors in memory now, for memory measurements; None for one that is not allocated."""
         return [self.full_buffer, self.result]
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name` into the full-length buffer; `grad` is copied.
 
         grad: as many elements as the parameter, in any shape and dtype.
@@ -65,7 +66,7 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Collective: start the reduce-scatter (all-reduce if not sharded); a missing gradient counts as zero."""
+        """Collective: start the flat gradient's reduce-scatter (all-reduce if not sharded); missing gradients are 0."""
         raise NotImplementedError("set the gradients to zero that backward did not compute")
         if self.group.size > 1:
             self._reduce(self.full_buffer, self.result)
@@ -78,29 +79,29 @@ class FullGradients:
         return full
 
     def launch_replica_all_reduce(self) -> None:
-        """Collective: start the all-reduce of the shard over all ranks that hold it, if there are others."""
+        """Collective: start the all-reduce of this rank's shard over `replica_group`, if there is one."""
         if self.replica_group is not None:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for the reduction in flight, if there is one; `result` then holds its sum."""
+        """Wait for the reduction in flight, if there is one; `result` then holds the reduced shard."""
         if self._in_flight is not None:
             raise NotImplementedError("wait for the reduce-scatter; the result must be in target")
             self._in_flight = None
 
     def launch_final_reduction(self) -> None:
-        """Collective: start the step's last reduction, over the replicas, after all reductions over the group."""
+        """Collective: start the all-reduce over `replica_group` that ends the step, unless `launch` has done so."""
         if self.group.size > 1:
             self.wait()
             self.launch_replica_all_reduce()
 
     def clear(self) -> None:
-        """Drop the gradients of this step, so that the next gradients are not added to them."""
+        """Forget the gradients of this step, so that `accumulate` begins new sums."""
         self.filled.clear()
 
     def discard_aborted_step(self) -> None:
-        """Drop the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
+        """Forget the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
         self._in_flight = None
         self.clear()
         self._allocate()
@@ -125,7 +126,7 @@ class FlatParam:
         group: Group,
         dtypes: PrecisionDtypes,
         offload: bool = False,
-        rounding: Rounding | None = None,
+        rounding: RoundingFunction | None = None,
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.shard_bounds(group.rank)
@@ -145,9 +146,9 @@ class FlatParam:
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Collective: start the all-gather of all ranks' shards into the flat buffer."""
+        """Collective: start the all-gather of all ranks' shards into `full_buffer`."""
         raise NotImplementedError("start the all-gather of the flat parameter")
 
     def wait_gather(self) -> None:
-        """Wait for the all-gather in flight, if there is one."""
+        """Wait for the all-gather that `launch_gather` started, if it has not been waited for."""
         raise NotImplementedError("wait for the all-gather, if one was started")

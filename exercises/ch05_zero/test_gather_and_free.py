@@ -130,7 +130,7 @@ def equals_one_process(answer, world, network):
         for micro_batch in (1, 2):
             (got,) = run.model(data(world.rank))
             got.backward()
-            run.blocks.end_backward()
+            run.blocks.reshard_all()
             expect("the loss", got.item(), loss.item(), case=case)
             for name, grad in wanted.items():
                 what = f"the gradient of {name} after {micro_batch} micro-batches"
@@ -153,7 +153,7 @@ def unsharded_only_while_needed(answer, world, network):
                 expect(what, named(there), named(wanted), case=case)
         what = "rows that have memory after forward, before backward"
         expect(what, named(between), named({ROOT, LAYERS - 1} if keep else ()), case=case)
-        run.blocks.end_backward()
+        run.blocks.reshard_all()
         expect("rows that have memory when all is over", named(run.there()), [], case=case)
         with torch.no_grad():
             run.model(data(world.rank))
@@ -167,7 +167,7 @@ def at_most_two_gathers(answer, world, network):
         run, before = Run(answer, world, network, keep, prefetch), len(network.records)
         (loss,) = run.model(data(world.rank))
         loss.backward()
-        run.blocks.end_backward()
+        run.blocks.reshard_all()
         with torch.no_grad():
             run.model(data(world.rank))
         sent = [[record.name, record.payload_bytes // 8] for record in network.records[before:]]
@@ -250,7 +250,7 @@ def forward_over_some_layers(answer, world, network):
     loss.backward()
     seen = {index for _, _, there in run.seen for index in there}
     expect("rows that had memory in layer 2 and the head", named(seen), named({ROOT, 2}))
-    run.blocks.end_backward()
+    run.blocks.reshard_all()
     run.seen.clear()
     run.model(torch.ones(4, 5, dtype=torch.float64), layers=range(1, 2))
     expect("rows that had memory in layer 1", named(run.seen[0][2]), named({1}))

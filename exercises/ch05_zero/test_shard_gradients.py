@@ -44,8 +44,8 @@ def backward(gradients, rank, micro_batch=0, step=0, leave_out=()):
     for name in SHAPES:
         if name not in leave_out:
             whole = gradient(name, rank, micro_batch, step)
-            gradients.add(name, whole - 1)  # in two parts, as that of a tied parameter may come
-            gradients.add(name, torch.ones_like(whole))
+            gradients.accumulate(name, whole - 1)  # in two parts, as that of a tied parameter may come
+            gradients.accumulate(name, torch.ones_like(whole))
     gradients.launch()
 
 
@@ -138,7 +138,7 @@ def flat_gradient_is_freed(answer, world, network):
                 case = f"four rows of 256 KiB, shards of 128; micro-batch {micro_batch + 1}, row {number + 1}"
                 shards = 4 if micro_batch else number
                 for name, come in (("bias", 64), ("up", 256)):
-                    gradients.add(name, torch.ones(sizes[name]))
+                    gradients.accumulate(name, torch.ones(sizes[name]))
                     what = f"KiB of gradients when {name} has come"
                     expect(what, memory.nbytes() // KIB, 128 * shards + come, case=case)
                 gradients.launch()
@@ -202,7 +202,7 @@ def accumulates_in_the_given_dtype(answer, world, network):
     for micro_batch in range(9):
         for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256
             for part in (1.0,) if micro_batch else (256.0, 1.0, 1.0):
-                gradients.add(name, torch.full(SHAPES[name], part).bfloat16())
+                gradients.accumulate(name, torch.full(SHAPES[name], part).bfloat16())
         gradients.launch()
     got = finished(gradients)
     expect("the format of the shard", str(got.dtype), "torch.float32")
@@ -211,7 +211,7 @@ def accumulates_in_the_given_dtype(answer, world, network):
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
     gradients, exact = gradients_of(answer, network.group, dtypes=PrecisionDtypes(*[torch.float64] * 5)), 1 + 2.0**-40
     for name in SHAPES:
-        gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
+        gradients.accumulate(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
     gradients.launch()
     wanted = shard_values(
         shard_elements(SIZES, 2)[world.rank],

@@ -53,7 +53,7 @@ def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
     for micro_batch in range(micro_batches):
         for name in SHAPES:
             if name not in leave_out:
-                reducer.add(name, gradient(name, rank, micro_batch, step))
+                reducer.accumulate(name, gradient(name, rank, micro_batch, step))
             if micro_batch == micro_batches - 1:
                 network.event(f"ready {name}")
                 reducer.mark_ready(name)
@@ -63,7 +63,7 @@ def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
 
 def update(reducer, step=0):
     """Every master minus half of its gradient."""
-    reducer.mark_unused([1.0] * len(reducer.used_flags))
+    reducer.exclude_unused([1.0] * len(reducer.used_flags))
     with torch.no_grad():
         for group in reducer.groups_to_update():
             reducer.attach_grads(group)
@@ -193,7 +193,7 @@ def no_extra_memory(answer, world, network):
         )
         expect("KiB of a flat parameter and a flat gradient", memory.nbytes() // KIB, 512)
         grad = torch.ones(64, KIB)
-        reducer.add("weight", grad)
+        reducer.accumulate("weight", grad)
         del grad
         reducer.mark_ready("weight")
         expect("KiB while the flat parameter is in flight", memory.nbytes() // KIB, 512)
@@ -214,7 +214,7 @@ def keeps_every_dtype(answer, world, network):
     for steps in (1, 2):
         for name, shape in SHAPES.items():
             for addend in (0.5, 2.0**-9, -(2.0**-9)):  # bfloat16 has no room for the sum of the first two
-                reducer.add(name, torch.full(shape, addend).bfloat16())
+                reducer.accumulate(name, torch.full(shape, addend).bfloat16())
             reducer.mark_ready(name)
         reducer.finish_reductions()
         dtypes = {str(result.dtype) for result in reducer.gradients().values()}

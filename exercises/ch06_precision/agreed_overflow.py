@@ -4,7 +4,7 @@ Write the missing lines of agree_on_step; its docstring specifies the result.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 
-Stub af1e5f51.
+Stub 5f60cf2a.
 """
 
 import math
@@ -29,9 +29,10 @@ def agree_on_step(
     """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
-    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that
-    this rank counts; each element is counted by one rank. tokens: those of the global batch, the same on all ranks; if
-    0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without one.
+    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that this
+    rank counts; each element is counted by one rank. tokens: number of tokens in the loss of the global batch, the same
+    on all ranks; if 0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None
+    without one.
     """
     raise NotImplementedError("sum one vector over the group, and decide from the sums")
     result = StepResult(

@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub 95e13328.
+Stub 3e380a72.
 """
 
 import math
@@ -15,10 +15,10 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale.
+    """The dynamic loss scale, for gradients that would underflow in fp16.
 
-    scale: factor of this step's loss; a float32 number, as in torch. overflowed: if the last step overflowed, the
-    scales of all consecutive steps that overflowed up to it, oldest first; otherwise empty.
+    scale: the factor of this step's loss; a float32 number, as in torch. overflowed: the loss scales of the latest
+    consecutive steps that overflowed, oldest first; empty if the last step did not overflow.
     """
 
     def __init__(self, config: PrecisionConfig):
@@ -35,9 +35,9 @@ class LossScaler:
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
 
-        It grows after `growth_interval` consecutive successful steps. Every change restarts the count of successful
-        steps. The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be
-        infinite. overflow: whether a non-finite gradient on any rank caused a skip.
+        The scale grows after `growth_interval` consecutive successful steps; every change restarts the count. It stays
+        a float32 number, has no lower limit, and is not doubled if the result would be infinite. overflow: whether a
+        non-finite gradient on any rank caused a skip.
         """
         raise NotImplementedError("halve the scale after an overflow, double it after `_interval` successful steps")
 

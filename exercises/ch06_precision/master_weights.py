@@ -4,7 +4,7 @@ Write the missing lines of MasterWeights; its docstring specifies the result.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 
-Stub c5f9cd44.
+Stub e954a5f3.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import Rounding
+from minidist.precision.masters import RoundingFunction
 
 
 class MasterWeights:
@@ -37,7 +37,7 @@ class MasterWeights:
         values: Mapping[str, Tensor],
         dtypes: PrecisionDtypes,
         offload: bool = False,
-        rounding: Rounding | None = None,
+        rounding: RoundingFunction | None = None,
     ):
         dtype = dtypes.master or dtypes.state
         self._params, self._bounds, self._rounding = params, bounds, rounding
@@ -48,7 +48,7 @@ class MasterWeights:
             self.tensor.untyped_storage().resize_(0)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's elements, by name: the masters if they are persistent, else the parameters."""
+        """Return each parameter's elements, 1-D, by name: the masters if they are kept, else the parameters."""
         source = self.tensor if self.persistent else self._params
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
@@ -71,7 +71,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: seeds stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: seed of stochastic rounding."""
         raise NotImplementedError("copy the master weights to the shard, if they are separate")
 
     def detach_grads(self) -> None:

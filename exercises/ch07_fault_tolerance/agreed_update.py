@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check agreed_update
 
-Stub 8fd0f941.
+Stub 1ad80c50.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group:
 
     gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
     the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.
-    The ranks do not update if any of them says so, or any element of the sum is non-finite. If the gradients of all
-    ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides all.
-    Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
+    No rank updates if `is_usable` is False on any of them, or any element of the sum is non-finite. If the gradients of
+    all ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides
+    all. Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
     """
     raise NotImplementedError("sum gradients and agreement in one all-reduce; update on all ranks or on none")

@@ -10,12 +10,12 @@ tensor of shape (6, 4), save(disk, 7, shards, {"step": 7}, group) returns "step-
 rank-00000.safetensors with 12 numbers, rank-00001.safetensors with 12 numbers, and index.json.
 
 Checked: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which what was not
-synced is lost or not; an error on any one rank, after which all ranks must raise CollectiveError and no checkpoint may
+synced is lost or not; an error on any one rank, after which all ranks must raise ErrorOnAnyRank and no checkpoint may
 appear; and the files that an earlier attempt left behind.
 
 You may call:
     disk.write(name, data: bytes), disk.sync(name), disk.rename(old, new), disk.remove(name)   raise OSError
-    run_on_all_ranks(gather, action) -> list   the results of action() on all ranks; CollectiveError if one raised
+    run_on_all_ranks(gather, action) -> list   the results of action() on all ranks; ErrorOnAnyRank if one raised
     bind_all_gather_object(group) -> gather
     shards_to_save(shards)   those that this rank saves; shard_key(shard)   its key in a file; shard.dtype_name
     tensors_to_bytes({key: contiguous tensor}) -> bytes   a safetensors file
@@ -23,7 +23,7 @@ You may call:
 
 Check it with: python -m exercises check atomic_save
 
-Stub 35d03ba5.
+Stub 7ec47807.
 """
 
 import hashlib
@@ -50,6 +50,6 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
     shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
-    rank 0's is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
+    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed; then nothing is saved.
     """
     raise NotImplementedError("write and sync the files of all ranks in a partial folder, the index last; rename it")

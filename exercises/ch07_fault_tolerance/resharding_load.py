@@ -14,18 +14,18 @@ of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
 
 Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
 sizes that do not divide; the files that are read; and damaged files and wrong shapes, with which all ranks must raise
-CollectiveError, whose message names the tensor or the file, and no element of any tensor on any rank may change.
+ErrorOnAnyRank, whose message names the tensor or the file, and no element of any tensor on any rank may change.
 
 You may call:
     read_index(disk, folder) -> dict   verified; read_tensors(disk, file, sha256) -> {key: tensor}   verified
-    run_on_all_ranks(gather, action) -> list   the results of action() on all ranks; CollectiveError if one raised
+    run_on_all_ranks(gather, action) -> list   the results of action() on all ranks; ErrorOnAnyRank if one raised
     bind_all_gather_object(group) -> gather
-    Box(start: tuple, stop: tuple), box.intersect(other), box.within(outer), box.numel; shard_key(shard)
+    Box(start: tuple, stop: tuple), box.intersect(other), box.slices_in(outer), box.numel; shard_key(shard)
     UserError(message)   for what does not fit; DamagedError is raised by read_index and read_tensors
 
 Check it with: python -m exercises check resharding_load
 
-Stub 87621057.
+Stub fc4c72ce.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,9 @@ from minidist.parameters import Box
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
     """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
-    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only the
-    files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
-    file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
+    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only files
+    with a box that overlaps one of its shards. No rank writes to a tensor before all ranks know that every file they
+    need matches its SHA-256, and that every element of every shard is in the checkpoint. Raises ErrorOnAnyRank
     on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.
     """
     raise NotImplementedError("plan and verify on all ranks, then copy the overlaps of saved boxes and shards")

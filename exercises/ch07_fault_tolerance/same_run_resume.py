@@ -18,17 +18,17 @@ You may call:
     create_optimizer_states(run, {name: (shape, dtype name)})   zeros for all optimizer states among the names
     run_on_all_ranks(gather, action), bind_all_gather_object(group), all_gather_object(value, group) -> list
     TensorShard(name, shape, box, tensor, is_saved_here), Box.whole(shape)
-    disk.names(), disk.rename(old, new), complete_checkpoints(disk) -> list, CollectiveError.found_damage, warnings.warn
+    disk.names(), disk.rename(old, new), complete_checkpoints(disk) -> list, ErrorOnAnyRank.found_damage, warnings.warn
 
 Check it with: python -m exercises check same_run_resume
 
-Stub d677b5eb.
+Stub 901a9619.
 """
 
 import warnings
 
 from minidist.comm import Group, all_gather_object, bind_all_gather_object
-from minidist.fault.agree import CollectiveError, run_on_all_ranks
+from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
 from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
@@ -37,28 +37,28 @@ from minidist.parameters import Box
 
 
 def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
-    """Return the tensors of a run as shards that are full tensors: parameters, buffers and optimizer states.
+    """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
 
-    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, with the NAME of the parameter or buffer and
-    the KEY of the state: `optimizer.exp_avg/layer.weight`.
+    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
+    is_saved_here: whether this rank saves them.
     """
     raise NotImplementedError("return all tensors that the next steps depend on")
 
 
 def run_state(run: Run) -> dict:
-    """Return the state of a run that is not in its tensors, as a JSON object: step, position, seed, loss scale."""
+    """Return a run's state outside of its tensors, as a JSON object: step, position, seed and loss scale."""
     raise NotImplementedError("return everything else that the next steps depend on")
 
 
 def set_run_state(run: Run, state: dict) -> None:
-    """Set the state that `run_state` returned."""
+    """Set a run's step, position, seed and loss scale to those that `run_state` returned."""
     raise NotImplementedError("set what run_state returned")
 
 
 def resume(run: Run, disk: Disk, group: Group) -> bool:
-    """Collective: continue from the newest intact checkpoint: from then on the run is the one that was saved.
+    """Collective: load the newest intact checkpoint into the run; return whether there was one.
 
     Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
-    damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.
+    damaged checkpoint is renamed to `.damaged`, and the one before it is tried.
     """
     raise NotImplementedError("load the newest intact checkpoint and set everything that decides the next step")

@@ -17,26 +17,26 @@ You may call:
 
 Check it with: python -m exercises check save_interval
 
-Stub 8fe23f22.
+Stub d32d0103.
 """
 
 import math
 
 
 def expected_time_s(interval_s: float, mtbf_s: float, save_s: float, restart_s: float) -> float:
-    """Return the expected time until `interval_s` seconds of work are done and saved, failures included.
+    """Return the expected time, in seconds, until `interval_s` seconds of work are done and saved, despite failures.
 
-    Failures are a Poisson process, with mtbf_s seconds between two on average. save_s: seconds per save.
-    restart_s: from a failure until the work since the last save begins anew. Failures also occur in saves and restarts.
+    Failures are a Poisson process, on average every mtbf_s seconds; they also occur in saves and restarts. save_s:
+    seconds per save. restart_s: seconds from a failure until work goes on from the last save.
     """
     # Daly 2006, equation 13: M exp(R / M) (exp((tau + D) / M) - 1).
     raise NotImplementedError("return the expected time of an interval of work and its save")
 
 
 def best_interval_s(mtbf_s: float, save_s: float, restart_s: float = 0.0) -> float:
-    """Return the seconds of work between two saves for which the expected time per second of work is smallest.
+    """Return the seconds of work between two saves that minimise the expected time per second of work.
 
-    All times are in seconds; the arguments are described at `expected_time_s`.
+    The arguments are those of `expected_time_s`.
     """
     # The cost has one minimum, between 0 and mtbf_s. A ternary search: it is not beyond the worse one of two points.
     raise NotImplementedError("return the interval with the least expected time per second of work")

@@ -7,7 +7,7 @@ import torch
 from exercises.recorded_disk import RecordedDisk, checkpoint_files, crash_states, describe_checkpoint, merge_changes
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 
@@ -56,8 +56,8 @@ def record(answer, world, network, name, files=EARLIER, failing=()):
     state = {"step": 7, "rank": world.rank}
     try:
         got = answer.save(disk, 7, shards_of(world.rank, world.size), state, network.group)
-    except CollectiveError:
-        got = CollectiveError
+    except ErrorOnAnyRank:
+        got = ErrorOnAnyRank
     return got, merge_changes(all_gather_object(disk.changes, network.group))
 
 
@@ -109,25 +109,25 @@ def on_disk_when_it_returns(answer, world, network):
 
 @test(points=4, ranks=(2, 3))
 def full_disk_on_one_rank(answer, world, network):
-    """If one rank cannot write or sync its file, all ranks raise CollectiveError, and no checkpoint appears."""
+    """If one rank cannot write or sync its file, all ranks raise ErrorOnAnyRank, and no checkpoint appears."""
     for rank in range(world.size):
         for operation in ("write", "sync"):
             failing = [(operation, ".safetensors")] if world.rank == rank else []
             got, changes = record(answer, world, network, f"full {operation} {rank}", failing=failing)
             case = f"the {operation} of rank {rank}'s file raises OSError"
-            expect("what save does on this rank", got, CollectiveError, case=case)
+            expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
             renamed = [arguments for name, arguments in changes if name == "rename" and arguments[1] == NEW]
             expect(f"renames to {NEW}", renamed, [], case=case)
 
 
 @test(points=2, ranks=(1, 3))
 def no_index_no_checkpoint(answer, world, network):
-    """If rank 0 cannot write or sync the index, all ranks raise CollectiveError, and no checkpoint appears."""
+    """If rank 0 cannot write or sync the index, all ranks raise ErrorOnAnyRank, and no checkpoint appears."""
     for operation in ("write", "sync"):
         failing = [(operation, "index.json")] if world.rank == 0 else []
         got, changes = record(answer, world, network, f"index {operation}", failing=failing)
         case = f"the {operation} of index.json raises OSError on rank 0"
-        expect("what save does on this rank", got, CollectiveError, case=case)
+        expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
         expect("renames", [arguments for name, arguments in changes if name == "rename"], [], case=case)
 
 

@@ -152,7 +152,7 @@ def train_with_deaths(answer, size, steps, deaths, joiners=0, save_every=3, ahea
 
     def replace_dead(processes):
         if len(started) < min(joiners, len(processes.dead)):
-            started.append(processes.start())
+            started.append(processes.start_process())
 
     return run_processes(answer, train, size, replace_dead)
 

@@ -6,7 +6,7 @@ from torch import nn
 from exercises.recorded_disk import RecordedDisk, checkpoint_files
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 
@@ -88,17 +88,17 @@ def expect_filled(shards, case):
 
 
 def expect_refused(answer, network, disk, shards, case):
-    """Loading must raise CollectiveError on this rank, and leave every tensor full of -5; returns the error."""
+    """Loading must raise ErrorOnAnyRank on this rank, and leave every tensor full of -5; returns the error."""
     try:
         answer.load(disk, FOLDER, shards, network.group)
-    except CollectiveError as error:
+    except ErrorOnAnyRank as error:
         for shard in shards:
             if not (shard.tensor == -5).all():
                 raise Wrong(
                     "wrong", f"{shard.name} must not change on any rank", "-5 everywhere", "", case=case
                 ) from None
         return error
-    raise Wrong("wrong", "load must raise CollectiveError on all ranks", "CollectiveError", "it returned", case=case)
+    raise Wrong("wrong", "load must raise ErrorOnAnyRank on all ranks", "ErrorOnAnyRank", "it returned", case=case)
 
 
 @test(points=6, ranks=(1, 2, 3, 4))

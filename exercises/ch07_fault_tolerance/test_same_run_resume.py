@@ -9,7 +9,7 @@ from exercises.recorded_disk import RecordedDisk
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.simple.agreement import train_step
 from minidist.fault.simple.checkpoint import save as save_checkpoint
 from minidist.fault.simple.run import Run
@@ -205,14 +205,14 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
 
 @test(points=2, ranks=(2,))
 def what_does_not_fit_is_an_error(answer, world, network):
-    """A checkpoint of another model is intact, and no older one would fit: CollectiveError, and nothing is renamed."""
+    """A checkpoint of another model is intact, and no older one would fit: ErrorOnAnyRank, and nothing is renamed."""
     run, disk = make_run(0.5), RecordedDisk({})
     save(answer, run, disk, network)
     shared, fresh = shared_disk(world, network, disk), make_run(9.0)
     fresh.model.bias = nn.Parameter(torch.zeros(3))
     try:
         answer.resume(fresh, shared, network.group)
-    except CollectiveError:
+    except ErrorOnAnyRank:
         expect("the folders", shared.names(), ["step-00000000"])
         return
-    raise Wrong("wrong", "resume must raise CollectiveError", "CollectiveError", "it returned")
+    raise Wrong("wrong", "resume must raise ErrorOnAnyRank", "ErrorOnAnyRank", "it returned")

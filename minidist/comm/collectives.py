@@ -42,7 +42,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
-    """Collective: replace `tensor` (any shape) by its elementwise sum over the ranks, or "max", "min" or "product"."""
+    """Collective: all-reduce `tensor` (any shape) in place, elementwise. op: "sum", "max", "min" or "product"."""
     if group.size == 1:
         return completed_handle(group, async_op)
     if group.algorithm is not None:
@@ -96,7 +96,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Handle | None:
-    """Collective: send part i of `input` to rank i; receive as part i of `output` the part that rank i sends here.
+    """Collective: send part i of `input` to rank i, and receive part i of `output` from rank i.
 
     The parts are consecutive along dimension 0. input_splits, output_splits: the length of each rank's part of `input`
     and of `output` along dimension 0; None: equal parts.
@@ -141,7 +141,7 @@ class P2POp:
 
 
 def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
-    """Launch sends and receives as one batch: their order cannot cause a deadlock, as that of separate NCCL calls can.
+    """Launch sends and receives as one batch. Unlike with separate NCCL calls, their order cannot cause a deadlock.
 
     Return one handle for all transfers if `async_op`; otherwise wait for all of them and return None.
     """
@@ -166,7 +166,7 @@ def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = F
 
 
 def barrier(group: Group, async_op: bool = False) -> Handle | None:
-    """Collective: wait until every rank of the group has called `barrier`; with `async_op`, its handle waits."""
+    """Collective: wait until every rank of the group has called `barrier`. With `async_op`, the handle waits."""
     if group.size == 1:
         return completed_handle(group, async_op)
     nothing = torch.empty(0, device=group.world.control_device)
@@ -175,10 +175,7 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
 
 
 def check_shard_sizes(operation: str, full: Tensor, shard: Tensor, group: Group) -> None:
-    """Raise ValueError unless `full` has as many elements as `group.size` shards like `shard`, and the same dtype.
-
-    operation: its name, for the message.
-    """
+    """Raise ValueError, naming `operation`, unless `full` has `group.size` times the size of `shard`, and its dtype."""
     if full.numel() != shard.numel() * group.size or full.dtype != shard.dtype:
         raise ValueError(
             f"{operation} over {group.size} ranks: the full tensor has {full.numel()} elements of {full.dtype}, "

@@ -20,14 +20,14 @@ _TAG = 1 << 20  # so that these transfers never match those of `send` and `recv`
 
 
 def is_supported(tensor: Tensor, group: Group) -> bool:
-    """Whether `collectives` uses this module for the full tensor `tensor`: non-empty, on the CPU, over gloo."""
+    """Whether direct exchange can run: `tensor` is non-empty and on the CPU, and the group's backend is gloo."""
     return group.uses_gloo and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_op: bool) -> Handle | None:
-    """Run `collectives.reduce_scatter`, which has checked the sizes. `output` may be a view of a shard of `input`.
+    """Collective: reduce-scatter in which every rank sends each shard directly to the rank that reduces it.
 
-    op: "sum", "max", "min" or "product".
+    Arguments as for `collectives.reduce_scatter`, unchecked. `output` may be a view of a shard of `input`.
     """
     parts = input.view(-1).split(output.numel())
     arrived = {rank: torch.empty_like(parts[rank]) for rank in range(group.size) if rank != group.rank}
@@ -57,7 +57,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_o
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> Handle | None:
-    """Run `collectives.all_gather`, which has checked the sizes. `input` may be a view of a shard of `output`."""
+    """Collective: all-gather; every rank sends `input`, which may be a view of `output`, directly to all others."""
     parts, shard = output.view(-1).split(input.numel()), input.view(-1)
     others = [rank for rank in range(group.size) if rank != group.rank]
 

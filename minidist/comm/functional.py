@@ -15,7 +15,7 @@ from minidist.comm.group import find_group
 
 @torch.library.custom_op("minidist::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """Collective: return the sum of `x` (any shape) over the group, as a new tensor."""
+    """Collective: return the sum of `x` (any shape) over the group with this `Group.key`, as a new tensor."""
     result = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(result, find_group(group))
     return result
@@ -23,7 +23,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("minidist::largest", mutates_args=())
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
-    """Collective: return the elementwise maximum of `x` (any shape) over the group, a new tensor without a gradient."""
+    """Collective: return the elementwise maximum of `x` over the group with this `Group.key`, without a gradient."""
     result = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(result, find_group(group), "max")
     return result
@@ -33,7 +33,7 @@ def all_reduce_max(x: Tensor, group: str) -> Tensor:
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """Collective: return the `x` (n, ...) of all ranks, concatenated in rank order: (size * n, ...), a new tensor.
 
-    size: the number of ranks of the group, which a compiler cannot read from its key.
+    group: its `Group.key`. size: its number of ranks, which a compiler cannot read from the key.
     """
     result = x.new_empty((size * x.shape[0], *x.shape[1:]))
     collectives.all_gather(result, x.contiguous(), find_group(group))
@@ -44,7 +44,7 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     """Collective: return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group, a new tensor.
 
-    size: the number of ranks of the group, as in `all_gather`.
+    group: its `Group.key`. size: its number of ranks.
     """
     result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     collectives.reduce_scatter(result, x.contiguous(), find_group(group))
@@ -53,9 +53,9 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
 
 @torch.library.custom_op("minidist::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """Collective: send part i of `x` to rank i; return the received parts, concatenated in rank order, a new tensor.
+    """Collective: send part i of `x` to rank i; return the parts received from all ranks, concatenated in rank order.
 
-    The parts are consecutive and of equal length along dimension 0.
+    group: its `Group.key`. The parts are consecutive and of equal length along dimension 0.
     """
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     collectives.all_to_all(result, x.contiguous(), find_group(group))

@@ -55,16 +55,16 @@ class Group:
 
     @cached_property
     def key(self) -> str:
-        """The name by which a custom op, whose arguments are tensors and strings, finds this group."""
+        """The group's name and ranks as a string, which custom ops take as argument and pass to `find_group`."""
         return f"{self.name}[{','.join(map(str, self.ranks))}]"
 
     @cached_property
     def collective_channel(self) -> Channel:
-        """The channel, a numbered sequence of operations (see `status.Channel`), of this group's collectives."""
+        """The channel (a numbered sequence of operations, see `status.Channel`) of this group's collectives."""
         return Channel("collective", self.name, self.ranks)
 
     def transfer_channel(self, kind: str, peer: int, tag: int) -> Channel:
-        """Return the channel that numbers transfers with group rank `peer` and `tag`. kind: "send" to it or "recv"."""
+        """Return the `Channel` of transfers with group rank `peer` and `tag`. kind: "send" (to the peer) or "recv"."""
         return Channel(kind, self.name, self.ranks, self.ranks[peer], tag)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ _LIVE: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
 def find_group(key: str) -> Group:
-    """Return the group of this process whose `Group.key` is `key`. Raises KeyError if it no longer exists."""
+    """Return the group of this process whose `Group.key` is `key`. Raises KeyError if there is no such group."""
     return _LIVE[key]
 
 
@@ -132,8 +132,8 @@ def bind(
     All ranks must pass equal arguments. mesh: has as many ranks as `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
     timeout_s: seconds until the backend aborts an operation. connect_timeout_s: seconds until it aborts the creation of
-    a group; None: `timeout_s`. check: called with the control group before any other group is made, to find out whether
-    the arguments are equal; if it raises on all ranks, no rank waits for another.
+    a group; None: `timeout_s`. check: called with the control group before any other group is created; should raise on
+    all ranks if their arguments differ, as ranks that create different groups wait for each other.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name; CommError if a group cannot
     be created because a rank has died.
     """

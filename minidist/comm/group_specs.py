@@ -10,8 +10,8 @@ class GroupSpec:
     """Declares process groups for one purpose: ranks whose mesh coordinates differ only on `axes` form a group.
 
     name: the purpose, for example "grads"; `Groups` finds this rank's group by it. axes: names of mesh axes.
-    axis_partitions: splits these groups further; pairs of an axis and disjoint sets of coordinates on it. Only ranks
-    whose coordinate on that axis lies in the same set form a group; a rank whose coordinate lies in no set has none.
+    axis_partitions: pairs of an axis and disjoint sets of coordinates on it, which split these groups further: only
+    ranks whose coordinates lie in the same set form a group; a rank whose coordinate lies in no set has no group.
     """
 
     name: str

@@ -17,11 +17,11 @@ from minidist.errors import CommError
 
 
 @dataclass
-class Launched:
-    """The identity of one launched operation: how rank status and the meter refer to it.
+class LaunchedOperation:
+    """One launched operation, as rank status and the meter identify it.
 
-    channel, seq: the sequence of operations to which it belongs (see `Channel`), and its number in it, from 1. name:
-    the operation and its detail ("broadcast root 0"). shape, dtype: its tensor's. record: its entry in the meter.
+    channel, seq: the operation's channel (see `Channel`), and its number there, from 1. name: the operation and its
+    detail ("broadcast root 0"). shape, dtype: those of its tensor. record: its record in the meter.
     """
 
     channel: Channel
@@ -43,7 +43,7 @@ class Handle:
         self,
         group: Group,
         works: Sequence,
-        launched: Sequence[Launched],
+        launched: Sequence[LaunchedOperation],
         tensors: Sequence[Tensor],
         on_complete: Callable[[], None] | None = None,
     ):
@@ -83,10 +83,10 @@ class Handle:
         self._works, self._tensors, self._on_complete = [], [], None
 
 
-def failure_message(at: Launched, group: Group, error: Exception) -> str:
+def failure_message(operation: LaunchedOperation, group: Group, error: Exception) -> str:
     """Return the message that names the failed operation, its group and the first line of the backend's error."""
     reason = str(error).strip().splitlines()[0]
-    return f"{at.name} #{at.seq} {list(at.shape)} {at.dtype} of {group} failed: {reason}"
+    return f"{operation.name} #{operation.seq} {list(operation.shape)} {operation.dtype} of {group} failed: {reason}"
 
 
 def launch(
@@ -102,14 +102,14 @@ def launch(
     on_complete: Callable[[], None] | None = None,
     **count,
 ) -> Handle | None:
-    """Report the operation to rank status, record it in the meter and start it.
+    """Start an operation, after reporting it to rank status and recording it in the meter.
 
     Return its handle if `async_op`; otherwise wait for it and return None.
     tensor: the tensor whose size the meter counts. start: launches the operation in the backend and returns torch's
     work or works. tensors: kept alive until the wait. channel: None for the group's collectives. detail: the root or
-    the reduction, on which all ranks must agree besides name, number of elements and dtype. on_complete: called once
-    the operation has completed; does what the backend leaves to this rank. count: further arguments of `Meter.record`.
-    Raises CommError if the backend refuses the operation.
+    the reduction, such as "root 0". Name, detail, number of elements and dtype must be equal on all ranks. on_complete:
+    called once, when the operation has completed; does the work that the backend leaves to this rank. count: further
+    arguments of `Meter.record`. Raises CommError if the backend refuses the operation.
     """
     launched = report_launch(group, name, tensor, channel or group.collective_channel, detail, **count)
     try:
@@ -122,8 +122,10 @@ def launch(
     return wait_unless_async(Handle(group, works, [launched], tensors, on_complete), async_op)
 
 
-def report_launch(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
-    """Report to rank status and meter that an operation is about to start. The arguments are those of `launch`."""
+def report_launch(
+    group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count
+) -> LaunchedOperation:
+    """Report to rank status and meter that an operation will start; return its identity. Arguments as for `launch`."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     operation = f"{name} {detail}".rstrip()
     seq = group.world.status.on_launch(channel, operation, shape, dtype)
@@ -140,11 +142,11 @@ def report_launch(group: Group, name: str, tensor: Tensor, channel: Channel, det
         tag=channel.tag,
         **count,
     )
-    return Launched(channel, seq, operation, shape, dtype, record)
+    return LaunchedOperation(channel, seq, operation, shape, dtype, record)
 
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
-    """Return the handle if `async_op`; otherwise wait for it."""
+    """Return the handle if `async_op`; otherwise wait for it and return None."""
     if async_op:
         return handle
     handle.wait()
@@ -152,8 +154,5 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 def completed_handle(group: Group, async_op: bool) -> Handle | None:
-    """Return a handle whose `wait` returns at once, for an operation that needs no communication (a group of one rank).
-
-    Without `async_op` return None, as every synchronous operation does.
-    """
+    """Return a handle whose `wait` returns at once, for an operation without communication; None unless `async_op`."""
     return Handle(group, [], [], []) if async_op else None

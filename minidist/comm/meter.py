@@ -87,7 +87,7 @@ class Meter:
         """Count one launched operation of group rank `rank` and return its record.
 
         root, splits: as in `wire_bytes.sent_elements`. algorithm: the algorithm that is known to run; None: the one
-        that `wire_bytes` assumes for the backend. The other arguments, also in `more`, are fields of the record.
+        that `wire_bytes` assumes for the backend. All other arguments, also those in `more`, are fields of `Record`.
         """
         numel = math.prod(shape)
         sent = sent_elements(name, numel, len(ranks), rank, root=root, splits=splits)
@@ -112,19 +112,16 @@ class Meter:
         return record
 
     def on_wait_end(self, record: Record) -> None:
-        """Note that the wait for an operation has ended: `record.waited` gets the next number of the event counter.
-
-        Only the first call for a record has an effect.
-        """
+        """Set `record.waited` to the next number of the event counter, unless an earlier call has set it."""
         if record.waited is None:
             record.waited = self._tick()
 
     def add_wait(self, seconds: float) -> None:
-        """Add the duration of a wait to `waited_s`."""
+        """Add the duration of one wait to `waited_s`."""
         self.waited_s += seconds
 
     def add_event(self, label: str) -> None:
-        """Add an event of the caller (say, the backward of a layer) to the order of launches and waits."""
+        """Give an event of the caller, such as a layer's backward, a position in the order of launches and waits."""
         tick = self._tick()
         if self.keep:
             self.events.append((tick, label))
@@ -132,18 +129,18 @@ class Meter:
     # `TimedMeter` (`tools/trace/timed_meter.py`) implements the next three; here they do nothing.
 
     def span(self, name: str, **what) -> contextlib.AbstractContextManager:
-        """Return a context within which this rank does the named work (forward, optimizer, ...), for a trace.
+        """Return a context manager for the time in which this rank does the named work (forward, optimizer, ...).
 
-        what: attributes of the span in the trace, such as the micro-batch. Without a trace the context does nothing.
+        what: attributes of the work, such as the micro-batch. A no-op here; `TimedMeter` records the time in a trace.
         """
         return _NOTHING
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
-        """Return a context within which this rank waits for these operations, for a trace."""
+        """Return a context manager for the time in which this rank waits for these operations; a no-op here."""
         return _NOTHING
 
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
-        """Record, for a trace, that the backend has launched these operations. works: torch's handles of them."""
+        """Called when the backend has launched these operations; a no-op here. works: torch's handles of them."""
 
     @property
     def total_wire_bytes(self) -> int:

@@ -42,5 +42,5 @@ def gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def bind_all_gather_object(group: Group) -> Callable[[Any], list[Any]]:
-    """Return `all_gather_object` over `group` as a function of the value alone, which the functions of `fault` take."""
+    """Return the function `value -> all_gather_object(value, group)`, an argument of functions in `minidist.fault`."""
     return lambda value: all_gather_object(value, group)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PowerOfTwoRanks:
-    """Divides the ranks of a group into *active* and *folded* ranks: of 6, ranks 0, 2, 4, 5 are active, 1, 3 folded.
+    """Divides the ranks of a group into *active* and *folded* ranks: of 6 ranks, 1 and 3 are folded.
 
     size: number of ranks in the group. An active rank also works for the rank folded into it: here 0 for 1, 2 for 3.
     """
@@ -30,7 +30,7 @@ class PowerOfTwoRanks:
         return self.size - self.count
 
     def is_folded(self, rank: int) -> bool:
-        """Whether group rank `rank` is not active: `rank - 1` gets its input and sends it the result."""
+        """Whether group rank `rank` is folded: rank `rank - 1` takes its input and sends it the result."""
         return rank < 2 * self.num_folded and rank % 2 == 1
 
     def folded_partner(self, rank: int) -> int | None:
@@ -38,9 +38,9 @@ class PowerOfTwoRanks:
         return rank + 1 if rank < 2 * self.num_folded else None
 
     def index(self, rank: int) -> int:
-        """Return which active rank, 0 to count - 1, works for group rank `rank`: of 6 ranks 0, 0, 1, 1, 2, 3."""
+        """Return the number, from 0, of the active rank that works for group rank `rank`; for 6 ranks: 0 0 1 1 2 3."""
         return rank // 2 if rank < 2 * self.num_folded else rank - self.num_folded
 
     def rank(self, index: int) -> int:
-        """Return the group rank of active rank `index`: of 6 ranks 0, 2, 4, 5. `rank(count)` is `size`, the end."""
+        """Return the group rank of active rank number `index`; for 6 ranks: 0 2 4 5. `rank(count)` returns `size`."""
         return index + min(index, self.num_folded)

@@ -28,9 +28,9 @@ class Channel(NamedTuple):
 
 
 class OperationTracker:
-    """Receives what a rank reports about its operations: each launch, and each wait for one.
+    """Receives a rank's reports on its communication: each launch of an operation, and each wait for one.
 
-    This class only numbers the launches on each channel. Subclasses also publish the reports.
+    This class only numbers the launches on each channel. Subclasses also publish the reports, for deadlock detection.
     """
 
     def __init__(self):
@@ -39,8 +39,8 @@ class OperationTracker:
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
         """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
 
-        name, shape, dtype: the operation's name, and the shape and dtype of its tensor. Each is a part of the signature
-        that must be equal on all ranks of the channel.
+        name: the operation's name, with its root or reduction. shape, dtype: those of its tensor. All must be equal on
+        all ranks of the channel.
         """
         self._launched[channel] += 1
         return self._launched[channel]
@@ -56,10 +56,11 @@ class OperationTracker:
         """
 
     def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
-        """Record that the wait for an operation has returned although the operation may not have completed (on CUDA).
+        """Record that the wait for operation `seq` has returned on the host, while the GPU may still be running it.
 
-        The other arguments are as in `on_wait`. work: torch's handle, whose `is_completed` says so later.
+        The other arguments are as in `on_wait`. work: torch's handle, whose `is_completed()` tells when the GPU is
+        done.
         """
 
     def on_resume(self) -> None:
-        """Record that the latest wait has ended: this rank runs again."""
+        """Record that the wait reported last has ended: this rank runs again."""

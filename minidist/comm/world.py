@@ -34,7 +34,7 @@ class World:
 
     @property
     def control_device(self) -> torch.device:
-        """The device for small tensors sent to other ranks: `device` with nccl, which needs a GPU; else the CPU."""
+        """The device of small control messages between ranks: `device` with nccl, which needs a GPU; else the CPU."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @classmethod
@@ -46,9 +46,10 @@ class World:
 def connect_ranks(
     backend: str, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> None:
-    """Collective: create torch's default process group; also after this process has left one, or failed to connect.
+    """Collective: create torch's default process group. May be called again after it failed or the group was destroyed.
 
-    store: the rendezvous store of all ranks, without keys of an earlier group. timeout_s: per operation.
+    store: the rendezvous store of all ranks, without keys of an earlier group. timeout_s: seconds until the backend
+    aborts an operation.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

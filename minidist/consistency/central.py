@@ -16,9 +16,9 @@ from minidist.parameters import ParamSpecs
 
 
 class CentralReducer(NaiveReducer):
-    """Gradient reducer of data parallelism with a central server.
+    """Gradient reducer with a central server: one rank sums the gradients, updates, and sends the parameters to all.
 
-    parameters, specs: as in `GradientReducer`. group: all ranks. server: the rank of the group that updates.
+    parameters, specs: as in `GradientReducer`. group: all ranks. server: the group rank of the server.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, group: Group, server: int):
@@ -34,7 +34,7 @@ class CentralReducer(NaiveReducer):
             self.masters = {}
 
     def finish_reductions(self) -> None:
-        """Send all gradients to the server, whose `.grad` is then the sum; None for a parameter that no rank used."""
+        """Collective: sum all gradients on the server and set `.grad` there; None for a parameter that no rank used."""
         used = [float(name in self._sums) for name in self._parameters]
         parts = [self._sums.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters.items()]
         parts.append(parts[0].new_tensor(used))
@@ -48,7 +48,7 @@ class CentralReducer(NaiveReducer):
 
     @torch.no_grad()
     def gather_params(self) -> None:
-        """Send the server's parameters to all ranks."""
+        """Collective: broadcast the server's parameters to all ranks."""
         flat = torch.cat([parameter.reshape(-1) for parameter in self._parameters.values()])
         flat_broadcast(flat, self._server, self._group)
         for parameter, part in zip(

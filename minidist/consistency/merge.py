@@ -17,11 +17,11 @@ from minidist.parallel.data.reducer import GradientReducer
 
 
 class ReplicaMerger:
-    """Merges the replicas' masters every h steps, each weighted by the (weighted) tokens it has trained on since.
+    """Merges the replicas' master weights every h steps, weighted by tokens trained on since the last merge.
 
-    config: of the run. reducer: of the replica; it holds the masters. groups: with "outer", the ranks at the same place
-    in each replica. replica: the number of this rank's replica. tokens: since the last merge, () float64.
-    start, velocity: DiLoCo's parameters after the last outer step and its momentum, by name; else empty.
+    reducer: the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the
+    same coordinates in each replica. replica: the number of this rank's replica. tokens: the (weighted) number of
+    tokens since the last merge, () float64.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
@@ -37,20 +37,22 @@ class ReplicaMerger:
             self._start = self._flatten()
             self._velocity = torch.zeros_like(self._start)
 
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, parameter's name, tensor) of DiLoCo's outer states, which are equal in all replicas."""
+    def outer_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield DiLoCo's states, equal in all replicas: ("outer.start" or "outer.velocity", parameter name, tensor)."""
         for kind, flat in (("outer.start", self._start), ("outer.velocity", self._velocity)):
             for name, part in self._parts(flat) if flat is not None else ():
                 yield kind, name, part
 
-    def end_step(
+    def merge_if_due(
         self, step: int, tokens: float, stop_requested: bool, checkpoint_written: bool
     ) -> tuple[bool, bool, bool]:
-        """Merge the replicas if step number `step`, from 0, ends a round of h steps.
+        """Collective over the replicas: merge their master weights if step number `step` (from 0) is the last of h.
 
-        tokens: with which this replica has updated its parameters. stop_requested, checkpoint_written: in this replica.
-        Returns whether the masters were merged, so that the caller must update the parameters, and whether any replica
-        has asked to stop and all have written their files, both False between merges. Collective over the replicas.
+        tokens: the (weighted) number of tokens in this replica's update. stop_requested, checkpoint_written: of this
+        replica.
+        Returns (merged, stop_requested, checkpoint_written), all False between merges. merged: whether the masters
+        changed, so that the caller must update the parameters. stop_requested: whether any replica was asked to stop
+        since the last merge. checkpoint_written: whether all replicas have written their files.
         """
         self.tokens += tokens
         self._stop_requested |= stop_requested
@@ -74,7 +76,7 @@ class ReplicaMerger:
     def _merge(self, step: int, own: float, total: float) -> None:
         flat = self._flatten()
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
-            flat = average_with_neighbours(flat, own, self._neighbours(step), self._group)
+            flat = _average_with_neighbours(flat, own, self._neighbours(step), self._group)
         elif self._start is None:
             flat = self._average(flat, own / total)
         else:
@@ -111,10 +113,10 @@ class ReplicaMerger:
             yield name, part.view(master.shape)
 
 
-def average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:
-    """Collective: return the weighted mean of this rank's tensor and those of its neighbours in the group.
+def _average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:
+    """Collective: return the weighted mean of `flat` (n,) over this rank and its neighbours.
 
-    Each rank sends its weight behind its tensor; if the weights sum to 0, the tensor is returned as it is.
+    weight: this rank's. neighbours: group ranks. Returns `flat` itself if no weight is above 0.
     """
     message = torch.cat([flat, flat.new_tensor([weight])])
     arriving = [torch.empty_like(message) for _ in neighbours]

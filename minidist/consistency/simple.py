@@ -7,7 +7,7 @@ asynchronous_worker, Server   no barrier: pull, compute, push; at most `bound` c
 merge_replicas, local_round   steps without communication, then a weighted average (local SGD, Stich 2018)
 OuterStep                     the averaged difference as the gradient of an outer step (DiLoCo, arXiv 2311.08105)
 
-`minidist.fault.digest` finds out which replicas differ, and in which tensors.
+The option `fault.digest_every` finds out which replicas differ, and in which tensors.
 """
 
 from collections.abc import Callable, Generator
@@ -26,7 +26,8 @@ ComputeGradient = Callable[[Tensor, int], Tensor]  # (parameters, step) -> w_i *
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
-    gradient: w_i * grad L of this rank. update: called on the server only, which alone needs optimizer states.
+    gradient: this rank's, times its weight w_i. update: called on the server only, which alone needs optimizer states.
+    `parameters` is overwritten on all ranks.
     """
     if group.rank != server:
         send(gradient, server, group)
@@ -43,12 +44,12 @@ def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Gr
 
 
 class Pull:
-    """A worker's request for the parameters; the answer is a copy of them."""
+    """A worker's request to a `Server` for the parameters; the answer is a copy of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """A worker's request to apply its gradient; the answer is None."""
+    """A worker's request to a `Server` to apply its gradient; the answer is None."""
 
     gradient: Tensor
 
@@ -57,18 +58,18 @@ Worker = Generator[Pull | Push, Tensor | None, None]  # yields requests, is sent
 
 
 def asynchronous_worker(compute_gradient: ComputeGradient, num_steps: int) -> Worker:
-    """Pull, compute and push `num_steps` times; whoever runs the worker sends it the answer of each request."""
+    """Yield, `num_steps` times, a Pull and then a Push of a gradient; the caller sends in the `Server`'s answers."""
     for step in range(num_steps):
         parameters = yield Pull()
         yield Push(compute_gradient(parameters, step))
 
 
 class Server:
-    """The parameters that workers pull and push to, each at its own pace. Its caller carries the messages.
+    """A parameter server for workers of different speeds. Its caller transports requests and answers.
 
-    bound: how many clocks (pushes) a worker may be ahead of the slowest one; None: any number. Pull number c, from 0,
-    sees every worker's pushes before number c - bound and none from number c + bound on. With bound 0 these are exactly
-    the pushes before c: with plain SGD, synchronous training.
+    update: applies one gradient to the parameters. bound: how many clocks (pushes) a worker may be ahead of the slowest
+    one; None: any number. Pull number c, from 0, sees every worker's pushes before number c - bound and none from
+    number c + bound on. With bound 0 these are exactly the pushes before c: with plain SGD, synchronous training.
     staleness: for each update, the number of other updates between its worker's pull and its push.
     """
 
@@ -79,9 +80,9 @@ class Server:
         self._waiting: dict[int, Pull | Push] = {}  # in the order of arrival
 
     def handle(self, worker: int, request: Pull | Push | None) -> list[tuple[int, Tensor | None]]:
-        """Take a worker's request, None if the worker leaves, and return all due answers as (worker, answer).
+        """Accept a worker's request (None: the worker leaves); return all answers now due, as (worker, answer).
 
-        A request outside the bound waits until others have caught up, or left.
+        A request that would exceed `bound` is answered by a later call, when other workers have caught up or left.
         """
         self._waiting[worker] = request
         if request is None:
@@ -111,8 +112,8 @@ class Server:
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
     """Collective: overwrite all ranks' parameters by sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i, 0 or more.
 
-    The weight may be the tokens that a replica has trained on. A replica of weight 0 does not count, even if its values
-    are not finite. Raises ValueError on all ranks if the weights sum to 0.
+    The weight may be the number of tokens that a replica has trained on. A replica of weight 0 does not count, even if
+    its values are not finite. Raises ValueError on all ranks if the weights sum to 0.
     """
     total = weight * parameters if weight else torch.zeros_like(parameters)
     weights = torch.tensor([weight], dtype=torch.float64, device=parameters.device)
@@ -124,7 +125,7 @@ def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
-    """Collective: take the local steps with these numbers, without communication, then merge the replicas."""
+    """Collective: call `local_step` for each number in `steps`, without communication, then `merge_replicas`."""
     for step in steps:
         local_step(parameters, step)
     merge_replicas(parameters, weight, group)
@@ -133,7 +134,7 @@ def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight:
 class OuterStep:
     """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged difference of H inner steps.
 
-    parameters: those at the start, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
+    parameters: the initial ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
     """
 
     def __init__(self, parameters: Tensor, lr: float = 0.7, momentum: float = 0.9):
@@ -141,7 +142,7 @@ class OuterStep:
         self.lr, self.momentum = lr, momentum
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite the parameters, which are those after the inner steps, by the outer step's result."""
+        """Collective: overwrite `parameters`, the result of this rank's inner steps, by the outer step's result."""
         outer_gradient = self.start - parameters
         merge_replicas(outer_gradient, weight, group)
         self.velocity.mul_(self.momentum).add_(outer_gradient)

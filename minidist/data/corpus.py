@@ -18,17 +18,19 @@ from minidist.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The tokens of a text, split into training and held-out tokens. The arrays may be memory-mapped.
+    """The tokens of a text, split into training and held-out tokens.
 
-    A checkpoint stores the fingerprint, and a run does not resume on a corpus with a different fingerprint.
+    origin: where the text came from, for a person. train, held_out: (tokens,), of one integer dtype, ids below
+    `vocab_size`; may be memory-mapped. fingerprint: a hash of both (see `fingerprint`); a run resumes only on a corpus
+    with the same one.
     """
 
     name: str
-    origin: str  # where the text came from, for a person
-    train: np.ndarray  # (tokens,) of any integer dtype, ids below vocab_size
-    held_out: np.ndarray  # (tokens,) of the same dtype
+    origin: str
+    train: np.ndarray
+    held_out: np.ndarray
     vocab_size: int
-    fingerprint: str  # see `fingerprint`
+    fingerprint: str
 
     def describe(self) -> str:
         """Return one line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
@@ -57,7 +59,7 @@ def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len:
 
 
 def load_stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """Return the .py files of this Python's standard library as a corpus, one token per byte, split by file.
+    """Return the .py files of this Python's standard library as a corpus, one token per byte (see `split_documents`).
 
     root: the folder to read instead of the standard library. Python versions and distributions differ in these files,
     and so in the fingerprint.
@@ -82,7 +84,8 @@ def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
 def make_synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
     """Return the synthetic corpus: the same bytes on every machine, with a known entropy rate (see `synthetic.py`).
 
-    train, held_out: the numbers of training and held-out tokens. seed: of the random source and text.
+    train, held_out: the numbers of training and held-out tokens. seed: determines the source's probabilities and the
+    text.
     """
     splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]

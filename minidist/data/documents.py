@@ -14,14 +14,14 @@ _OTHERWISE = "Give a UTF-8 text file or a folder of them, or leave --data.path o
 
 
 class Document(NamedTuple):
-    """The content of one text file."""
+    """One text file. name: its path relative to the folder read, with forward slashes on every machine."""
 
-    name: str  # path relative to the root, with forward slashes on every machine
+    name: str
     content: bytes
 
 
 def read_python_sources(root: str | Path) -> list[Document]:
-    """Return every .py file below `root` but installed packages, by name. Raises UserError if there is none."""
+    """Return every .py file below `root`, without installed packages, sorted by name. UserError if there is none."""
     paths = [path for path in _files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
     documents, _ = _read(paths, Path(root))
     if not documents:
@@ -30,7 +30,7 @@ def read_python_sources(root: str | Path) -> list[Document]:
 
 
 def read_text_files(path: str | Path) -> list[Document]:
-    """Return the text file at `path`, or every UTF-8 text file below that folder which is not hidden.
+    """Return the text file at `path`, or every UTF-8 text file below that folder, hidden ones excepted.
 
     Raises UserError if the path is missing, unreadable, empty, or holds no text.
     """
@@ -119,9 +119,8 @@ def _read_content(path: Path, read_bytes: int = 0) -> bytes:
         if _not_text(first, is_whole=False) is not None:
             return first
         size = read_bytes + os.fstat(file.fileno()).st_size
-        limit = (
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-        )  # each rank holds the text, twice at first
+        # Each rank holds the text, and twice while it reads it.
+        limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
         if size > limit:
             raise UserError(
                 f"--data.path: with {path}, the text has at least {size:,} bytes; each rank holds all of it in memory, "
@@ -145,7 +144,7 @@ def _one_file(path: Path) -> Document:
 def _not_text(content: bytes, is_whole: bool = True) -> str | None:
     """Return why `content` is not UTF-8 text, or None if it is. Zero bytes are refused: they separate documents.
 
-    is_whole: if False, `content` is the begin of a file, which may end within a character.
+    is_whole: if False, `content` is the beginning of a file, which may end within a character.
     """
     if (zero := content.find(0)) >= 0:
         return f"byte {zero} is 0, as in a binary file"

@@ -19,11 +19,15 @@ _LENGTHS = -1  # hashed in place of the epoch for the lengths; no epoch is negat
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch of b samples of s tokens; b may be 0. Labels are shifted: labels[i, t] follows tokens[i, t]."""
+    """A batch of b samples of s tokens; b may be 0.
 
-    tokens: torch.Tensor  # (b, s) int64
-    labels: torch.Tensor  # (b, s) int64, IGNORE_INDEX where there is nothing to predict
-    samples: torch.Tensor  # (b,) int64, positions of the samples, which dropout masks depend on
+    tokens, labels: (b, s) int64; labels[i, t] is the token after tokens[i, t], or IGNORE_INDEX if it is not in the
+    loss. samples: (b,) int64, the samples' positions in the run, which dropout masks depend on.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    samples: torch.Tensor
 
     @property
     def num_loss_tokens(self) -> int:
@@ -36,15 +40,15 @@ class Batch:
 
 
 class Loader:
-    """A loader of windows of `seq_len` tokens and their labels, shuffled by `seed` in every epoch.
+    """Cuts a text into samples of `seq_len` tokens and their labels, shuffled anew by `seed` in every epoch.
 
     tokens: (n,) any integer dtype, may be memory-mapped. Window w holds tokens w * seq_len .. (w + 1) * seq_len. Its
-        last token is also the first of the next window, so every token but the first is a label once per epoch, except
-        for a remainder shorter than seq_len.
-    seed: None keeps the windows in the order of the text.
-    windows: (num_samples,) the windows of an epoch; all by default.
+    last token is also the first of the next window, so every token but the first is a label once per epoch, except for
+    a remainder shorter than seq_len.
+    seed: None keeps the windows in the order of the text. windows: (num_samples,), indices of the windows to use; None:
+    all.
     min_length: if given, sample k keeps only its first min_length..seq_len labels, a length hashed from (seed, k). This
-        simulates uneven padding, under which the mean of per-rank means differs from the mean over all tokens.
+    simulates uneven padding, under which the mean of per-rank means differs from the mean over all tokens.
 
     Raises ValueError if there is no window, or min_length is outside 0..seq_len.
     """
@@ -75,9 +79,9 @@ class Loader:
         return len(self._windows)
 
     def window_indices(self, position: int, n: int) -> np.ndarray:
-        """Return the windows, (n,) int64 indices, that the run reads as its samples position..position+n-1.
+        """Return the indices, (n,) int64, of the windows that are samples position..position+n-1 of the run.
 
-        The position counts samples from 0 through all epochs of the run: `num_samples` starts the second epoch.
+        Positions count samples from 0 through all epochs of the run: `num_samples` is the first of the second epoch.
         """
         if position < 0 or n < 0:
             raise ValueError(f"position={position} and n={n} must be at least 0")
@@ -141,7 +145,7 @@ class Loader:
 def evaluation_loader(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
     """Return a loader of a fixed set of `num_samples` windows (all, if fewer), spread evenly over `tokens`.
 
-    An evaluation reads its first epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.
+    An evaluation reads one epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")

@@ -34,7 +34,7 @@ def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Shuffle 0..n-1, a function of seed and epoch, so equal on all ranks; return `rank`'s block of it, (size,) int64.
+    """Return `rank`'s block, (size,) int64, of a permutation of 0..n-1 that depends on seed and epoch only.
 
     Block sizes differ by at most one. Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
@@ -43,7 +43,7 @@ def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int =
 
 
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
-    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
+    """Return the indices, (size,) int64, of `rank`'s consecutive block of 0..n-1; sizes are proportional to `weights`.
 
     Raises ValueError for a rank outside 0..len(weights)-1, or weights that are negative, non-finite or all zero.
     """
@@ -55,7 +55,7 @@ def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarra
 def apportion(n: int, weights: Sequence[float]) -> list[int]:
     """Split n into integers proportional to `weights`, by the largest remainder method; their sum is n.
 
-    A weight of 0 gets 0, and every result is within one of n w_i / sum(w). Equal weights give the sizes of
+    A weight of 0 gets 0; every result differs from n w_i / sum(w) by at most one. Equal weights give the sizes of
     `block_partition`. Raises ValueError for weights that are empty, negative, non-finite, or all zero.
     """
     if n < 0:
@@ -73,7 +73,7 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def permutation(n: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return a permutation of 0..n-1, (n,) int64: sorted by the hash of (seed, epoch, index), which has no ties."""
+    """Return a permutation of 0..n-1, (n,) int64: the indices sorted by a hash of seed, epoch and index."""
     if n < 0:
         raise ValueError(f"cannot order n={n} samples: n must be at least 0")
     return np.argsort(hash64(seed, epoch, np.arange(n))).astype(np.int64, copy=False)

@@ -22,7 +22,7 @@ _PAIR, _SINGLE, _DRAW = 1, 2, 3  # second field of a hash: its purpose
 
 
 def transition_table(seed: int = 0) -> np.ndarray:
-    """Return the symbol (0..31) that follows each pair (a, b) for each of 256 equally likely draws, (32, 32, 256)."""
+    """Return the symbol (0..31) after each pair (a, b) for each of 256 equally likely draws, (32, 32, 256) uint8."""
     a, b, favourite = np.arange(_N)[:, None, None], np.arange(_N)[None, :, None], np.arange(4)
     of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
     of_pair = np.repeat(_symbol(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
@@ -38,10 +38,10 @@ def _symbol(*address: int | np.ndarray) -> np.ndarray:
 
 
 def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
-    """Generate `length` bytes of the source, (length,) uint8.
+    """Generate `length` bytes of synthetic text, (length,) uint8, from the Markov chain of `transition_table(seed)`.
 
-    seed: determines the source's probabilities and the text. stream: the number of the text; texts with different
-    numbers are independent, with the same probabilities. A shorter text is a prefix of a longer one.
+    seed: determines the chain and the text. stream: the number of the text; texts with different numbers are
+    independent. A shorter text is a prefix of a longer one.
     """
     # The state is a * 32 + b, so state % 32 is the newest symbol; next_state[state * 256 + slot] is one list lookup.
     b = np.tile(np.arange(_N), _N)[:, None]

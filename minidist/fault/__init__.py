@@ -1,7 +1,7 @@
 """Fault tolerance: checkpoints that any layout can load, and graceful stops on signals.
 
 Public: `checkpoint.save_checkpoint` and `checkpoint.load_checkpoint`, `folders.latest_checkpoint`,
-`signals.StopRequest`. Read in this order:
+`signals.StopSignalRecorder`. Read in this order:
 
 simple      the whole idea in five short files: data parallelism, saves that block, recovery without a restart
 disk        the folder on disk as the few operations whose order decides what survives a crash

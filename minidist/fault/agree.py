@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 def gather_single_rank(value: Any) -> list:
-    """Return [value]: the all-gather of Python objects over a group of one rank, for a single process."""
+    """Return [value]: the all-gather of Python objects for a single process, which is a group of one rank."""
     return [value]
 
 
-class CollectiveError(Exception):
-    """Raised on all ranks, with the same message, if an action has failed on at least one of them.
+class ErrorOnAnyRank(Exception):
+    """Raised by `run_on_all_ranks` on all ranks, with the same message, if its action failed on at least one of them.
 
     found_damage: whether the action raised DamagedError on any rank.
     """
@@ -31,7 +31,7 @@ def run_on_all_ranks(all_gather_object: GatherObjects, action: Callable[[], Resu
     """Collective: run `action` on every rank and return the results of all ranks, in rank order.
 
     all_gather_object: takes this rank's value and returns the values of all ranks, in order. If the action raises on
-    any rank, raises CollectiveError on all.
+    any rank, raises ErrorOnAnyRank on all.
     """
     result, failure, cause = None, None, None
     try:
@@ -50,7 +50,7 @@ def run_on_all_ranks(all_gather_object: GatherObjects, action: Callable[[], Resu
         return [result for result, _ in outcomes]
     messages = [f"{_who(at, len(outcomes))}{message}." for message, at in ranks.items()]
     more = [f"{len(messages) - 4} more ranks failed."] if len(messages) > 4 else []
-    error = CollectiveError(" ".join(messages[:4] + more))
+    error = ErrorOnAnyRank(" ".join(messages[:4] + more))
     error.found_damage = any(failed and failed[1] for _, failed in outcomes)
     raise error from cause
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minidist.errors import DamagedError, RunError, UserError
 from minidist.fault import folders, shards
-from minidist.fault.agree import CollectiveError, GatherObjects, gather_single_rank, run_on_all_ranks
+from minidist.fault.agree import ErrorOnAnyRank, GatherObjects, gather_single_rank, run_on_all_ranks
 from minidist.fault.index import (
     INDEX_NAME,
     FileEntry,
@@ -50,15 +50,14 @@ class CheckpointSaver:
     """Saves checkpoints into one folder while training goes on (asynchronous checkpointing).
 
     `start_save` copies this rank's shards to host memory and starts a thread that writes them to this rank's file;
-    `finish_save` turns the files of all ranks into a complete checkpoint. At most one save is in flight. Only these two
-    methods are collective. A trainer calls `finish_save` when `is_local_file_written` is True on every rank, so that no
-    rank waits for the disk of another.
+    `finish_save` turns the files of all ranks into a complete checkpoint. Only these two methods are collective. At
+    most one save is in flight. A trainer calls `finish_save` once `is_local_file_written` is True on every rank, so
+    that no rank waits for the disk of another.
 
-    root: the folder in which each checkpoint gets a folder of its own, shared by all ranks. all_gather_object: takes
-    this rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
-    gather_object: like all_gather_object, but it may return the values on rank 0 only; by default all_gather_object.
-    on_phase: a callback that receives ("copy", step), ("write", step) and ("rename", step) when this rank comes to that
-    phase of a save; "write" in the thread that writes.
+    root: the folder, shared by all ranks, in which each checkpoint gets a subfolder. all_gather_object: takes this
+    rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
+    Attributes to set: gather_object, by default all_gather_object, may return the values on rank 0 only; on_phase is
+    called with (phase, step) when this rank begins a phase: "copy", "write" (in the writing thread) or "rename".
     """
 
     def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
@@ -73,29 +72,29 @@ class CheckpointSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in flight: started, and `finish_save` not yet called."""
+        """Whether a save is in flight: started, and not yet completed by `finish_save`."""
         return self._save is not None
 
     @property
     def is_local_file_written(self) -> bool:
-        """Whether this rank's thread has ended: its file is on disk, or could not be written. True if no save runs.
+        """Whether this rank has finished writing its file, successfully or not. True if no save is in flight.
 
-        `finish_save` raises the error of a file that could not be written.
+        `finish_save` raises the error if the file could not be written.
         """
         return self._save is None or self._save.file.done()
 
     @property
-    def copy_bytes(self) -> int:
-        """Bytes of host memory for the copies, which stay allocated between saves; 0 before the first."""
+    def host_copy_bytes(self) -> int:
+        """Bytes of host memory that hold copies of tensors; kept allocated between saves. 0 before the first save."""
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def start_save(self, step: int, local_shards: Iterable[TensorShard], state: dict, *, copy: bool = True) -> None:
         """Collective: start to save the checkpoint of `step`. The tensors may change as soon as the call returns.
 
         local_shards: the shards of this rank; over all ranks, the shards with `is_saved_here` must cover every element
-        exactly once. state: a JSON object (configuration, position, fingerprint of the corpus); that of rank 0 is
-        saved. copy: if False, the thread writes the tensors without copying them first, which needs no extra memory;
-        the tensors must then not change until `finish_save` returns.
+        exactly once. state: a JSON object (configuration, position, fingerprint of the corpus), saved by rank 0. copy:
+        if False, the thread writes the tensors without copying them first, which needs no extra memory; the tensors
+        must then not change until `finish_save` returns.
         Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any of them failed.
         """
         if self._save is not None:
@@ -117,13 +116,13 @@ class CheckpointSaver:
         try:
             outcomes = run_on_all_ranks(self.all_gather_object, describe)
             if len(steps := sorted({at for at, _ in outcomes})) > 1:
-                raise CollectiveError(f"the ranks are not at the same step: {steps}.")
+                raise ErrorOnAnyRank(f"the ranks are not at the same step: {steps}.")
             if any(changed for _, changed in outcomes):
                 self._plan = None  # until all ranks know that rank 0 has merged the plans
                 plans = self.gather_object(plan)
                 run_on_all_ranks(self.all_gather_object, merge)
                 self._plan = plan
-        except CollectiveError as failure:
+        except ErrorOnAnyRank as failure:
             raise self._make_error(step, failure) from failure.__cause__
         to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
         self._save = _Save(step, state, self._start_writing(step, to_save, copy))
@@ -161,12 +160,12 @@ class CheckpointSaver:
             run_on_all_ranks(self.all_gather_object, wait)
             entries = self.gather_object(entry)
             run_on_all_ranks(self.all_gather_object, commit)
-        except CollectiveError as failure:
+        except ErrorOnAnyRank as failure:
             raise self._make_error(save.step, failure) from failure.__cause__
         return folders.checkpoint_folder(self.root, save.step)
 
     def close(self) -> None:
-        """Wait for this rank's thread and end it. A save in flight never becomes a complete checkpoint."""
+        """Wait until this rank's writing thread has finished, and end it. A save in flight is never completed."""
         self._writer.shutdown()
 
     def _start_writing(self, step: int, tensors: dict[str, Tensor], copy: bool) -> "Future[FileEntry | None]":
@@ -195,7 +194,7 @@ class CheckpointSaver:
             ready.record()
         return {key: self._copies[key] for key in tensors}, ready
 
-    def _make_error(self, step: int, failure: CollectiveError) -> RunError:
+    def _make_error(self, step: int, failure: ErrorOnAnyRank) -> RunError:
         """Remove the files of a failed save and return the error that reports it."""
         if self._rank == 0:
             shutil.rmtree(folders.checkpoint_folder(self.root, step, ".partial"), ignore_errors=True)
@@ -249,14 +248,14 @@ def load_checkpoint(
 ) -> Index:
     """Collective: load the checkpoint in folder `path`, saved by any layout, into `local_shards`; return its index.
 
-    local_shards: this rank's shards, whose tensors are overwritten in place. all_gather_object, rank:
-    as in `CheckpointSaver`. Each rank reads only the slices that it needs, and the ranks share the work of verifying
-    the checksums.
-    cast: convert saved tensors to the dtypes of `local_shards`; if False, a different dtype is an error.
-    prefix: every saved tensor whose name starts with `prefix` must be loaded by some rank. With `params/`, a model can
-        be loaded without its optimizer; with "", every tensor must be loaded.
+    local_shards: this rank's shards, whose tensors are overwritten in place. all_gather_object, rank: as in
+    `CheckpointSaver`. Each rank reads only the slices that it needs, and the ranks share the work of verifying the
+    checksums.
+    cast: convert saved tensors to the dtypes of `local_shards`; if False, a different dtype is an error. prefix: every
+    saved tensor whose name starts with it must be loaded by some rank; "" means all tensors. With "params/", a model
+    can be loaded without its optimizer.
     Raises, the same on all ranks and before any tensor is written, DamagedError if the checkpoint is damaged (naming an
-    intact one), UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
+    intact one), or UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
     later.
     """
     path, local_shards = Path(path), list(local_shards)
@@ -280,7 +279,7 @@ def load_checkpoint(
         run_on_all_ranks(all_gather_object, check)
         run_on_all_ranks(all_gather_object, lambda: _check_headers(index, reads))
         run_on_all_ranks(all_gather_object, lambda: _read(index, reads))
-    except CollectiveError as failure:
+    except ErrorOnAnyRank as failure:
         if not failure.found_damage:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
         # Only rank 0 searches, since it may have to read every byte of the other checkpoints.
@@ -351,8 +350,8 @@ def _read(index: Index, reads: dict[str, list]) -> None:
             for shard, source, box in boxes:
                 key = shard.name + shards.format_box(source.box)
                 whole = not box.shape  # a scalar cannot be sliced
-                values = stream.get_tensor(key) if whole else stream.get_slice(key)[box.within(source.box)]
-                shard.tensor.detach()[box.within(shard.box)].copy_(values)
+                values = stream.get_tensor(key) if whole else stream.get_slice(key)[box.slices_in(source.box)]
+                shard.tensor.detach()[box.slices_in(shard.box)].copy_(values)
 
 
 def _suggest_intact(path: Path) -> str:

@@ -17,7 +17,7 @@ SCHEME = "sha256 of sha256 per 8 MiB"  # named in the index
 
 
 def combine_block_digests(digests: Iterable[bytes]) -> str:
-    """Return the checksum (hex) of a file from the SHA-256 digests of its blocks, in order."""
+    """Return a file's checksum (hex): the SHA-256 of the SHA-256 digests of its blocks, given in order."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 

@@ -8,10 +8,11 @@ from minidist.fault.folders import fsync_path
 
 
 class Disk:
-    """The folder `root` on disk. Names are paths relative to it, like `step-00000100/index.json`; "" is the folder.
+    """The files in folder `root`, with the operations whose order decides what survives a crash.
 
-    After a crash of the machine, a file that was written but not synced may be empty, or hold any part of its bytes; a
-    rename may have happened or not, until the folder that contains the entry is synced. A rename never happens halfway.
+    Names are paths relative to `root`, like `step-00000100/index.json`; "" is `root`. After a crash of the machine, a
+    file that was written but not synced may be empty, or hold any part of its bytes; a rename may have happened or not,
+    until the folder that contains the entry is synced. A rename never happens halfway.
     """
 
     def __init__(self, root: str | Path):
@@ -31,7 +32,7 @@ class Disk:
         os.rename(self.root / old, self.root / new)
 
     def remove(self, name: str) -> None:
-        """Delete a folder with its entries, one after the other; does nothing if it does not exist."""
+        """Delete a folder with all that it contains, one entry after the other; do nothing if it does not exist."""
         if (self.root / name).exists():
             shutil.rmtree(self.root / name)
 

@@ -21,10 +21,10 @@ _PARTIAL = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
 def checkpoint_folder(root: Path, step: int, suffix: str = "") -> Path:
-    """Return the path of the folder of a step's checkpoint, which need not exist.
+    """Return the path of the folder of the checkpoint of `step`, which need not exist.
 
-    suffix: empty once it is complete; ".partial" while it is written; ".replaced" for an old one that a new one of this
-    step replaces.
+    suffix: empty for a complete checkpoint; ".partial" for one that is being written; ".replaced" for an old one of the
+    same step that a new one replaces.
     """
     return root / f"step-{step:08d}{suffix}"
 
@@ -37,7 +37,7 @@ def parse_step(folder: Path) -> int:
 
 
 def complete_checkpoints(root: str | Path) -> dict[int, Path]:
-    """Return the complete checkpoints in `root`, step to folder, ascending; empty if `root` does not exist."""
+    """Return the complete checkpoints in `root` as {step: folder}, ascending; empty if `root` does not exist."""
     found: dict[int, Path] = {}
     for name in sorted(_entries(Path(root))):  # `step-1` sorts before `step-1.replaced`: the plain name wins
         if (match := _COMPLETE.fullmatch(name)) and (folder := Path(root, name)).is_dir():
@@ -72,12 +72,11 @@ def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
 def prune_checkpoints(
     root: str | Path, keep: int, just_saved: str | Path | None = None, keep_every: int = 0
 ) -> list[Path]:
-    """Delete all but the latest `keep` complete checkpoints, and all unfinished ones. Called by one rank, after a save.
+    """Delete all but the latest `keep` complete checkpoints, and all unfinished ones; return the complete ones deleted.
 
-    just_saved: the folder that `save_checkpoint` returned, which is kept even if `keep` checkpoints of later steps
-    exist. keep_every: also keep the checkpoints of all steps divisible by it; 0: of none.
-    Returns the complete checkpoints deleted. Raises ValueError if keep < 1, RunError if the system refuses a
-    deletion.
+    One rank calls it after a save. just_saved: the folder that `save_checkpoint` returned, which is kept even if `keep`
+    checkpoints of later steps exist. keep_every: also keep the checkpoints of all steps divisible by it; 0: of none.
+    Raises ValueError if keep < 1, RunError if the system refuses a deletion.
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; at least the one just written stays")
@@ -85,13 +84,13 @@ def prune_checkpoints(
     try:
         for name in _entries(root):
             if _PARTIAL.fullmatch(name) or (name.endswith(".replaced") and _replaced_is_stale(root / name)):
-                delete_checkpoint(root / name)
+                _delete_checkpoint(root / name)
         steps = complete_checkpoints(root)
         for step in sorted(steps)[:-keep]:
             if keep_every and step % keep_every == 0:
                 continue
             if just_saved is None or steps[step].resolve() != Path(just_saved).resolve():
-                delete_checkpoint(steps[step])
+                _delete_checkpoint(steps[step])
                 deleted.append(steps[step])
     except OSError as error:
         raise RunError(f"an old checkpoint could not be deleted: {error}. The others in {root} are intact.") from error
@@ -99,29 +98,29 @@ def prune_checkpoints(
 
 
 def create_partial_folder(folder: Path) -> None:
-    """Create an empty `.partial` folder; delete the folder of an earlier attempt first."""
+    """Create the empty folder `folder`, deleting what an earlier attempt to save has left there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
 
 def commit_checkpoint(root: Path, step: int) -> Path:
-    """Publish a checkpoint whose files are flushed to disk: give its partial folder its complete name, returned."""
+    """Complete a checkpoint, whose files must be on disk: rename its `.partial` folder. Return the new path."""
     new, old = checkpoint_folder(root, step), checkpoint_folder(root, step, ".replaced")
     fsync_path(checkpoint_folder(root, step, ".partial"))
     if new.exists():
         if old.exists():
-            delete_checkpoint(old)
+            _delete_checkpoint(old)
         os.rename(new, old)
     os.rename(checkpoint_folder(root, step, ".partial"), new)
     fsync_path(root)
     if old.exists():
         with contextlib.suppress(OSError):  # the new one is in place; a leftover does no harm
-            delete_checkpoint(old)
+            _delete_checkpoint(old)
     return new
 
 
-def delete_checkpoint(folder: Path) -> None:
+def _delete_checkpoint(folder: Path) -> None:
     """Delete a checkpoint's folder, renaming it first so that it stops counting as complete at once."""
     if not _PARTIAL.fullmatch(folder.name):
         aside = folder.with_name(folder.name + ".partial")
@@ -132,7 +131,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -38,7 +38,7 @@ class FileEntry:
 
     @classmethod
     def from_file(cls, file: Path) -> "FileEntry":
-        """Compute the checksum and the size of a file on disk."""
+        """Return the entry of a file on disk, which is read in full."""
         return cls(compute_file_checksum(file), file.stat().st_size)
 
 
@@ -47,8 +47,9 @@ class Index:
     """The content of checkpoint.json.
 
     path: the checkpoint's folder. step: number of completed steps. state: the JSON object given to `save_checkpoint`.
-    files: by file name. tensors: by name, like `params/model.norm.weight`. sha256: of the index itself; ranks compare
-    it to make sure that they read the same checkpoint.
+    files: checksum and size of each file, by name. tensors: where each tensor is saved, by names like
+    `params/model.norm.weight`. sha256: of the index itself; the ranks compare it to make sure that they read the same
+    checkpoint.
     """
 
     path: Path
@@ -60,7 +61,7 @@ class Index:
 
 
 def format_tensors(tensors: dict[str, SavedTensor]) -> dict[str, Any]:
-    """Return the entries `partitions` and `tensors` of checkpoint.json, which stay the same while the layout does."""
+    """Return the JSON entries `partitions` and `tensors` of checkpoint.json. They depend on the layout only."""
     files = {part.file for tensor in tensors.values() for part in tensor.parts}
     file_numbers = {file: number for number, file in enumerate(sorted(files))}
     partitions: dict[tuple, int] = {}
@@ -95,7 +96,7 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
 def read_index_file(path: Path) -> Index:
     """Read the index of the checkpoint in folder `path`.
 
-    Raises DamagedError if it is missing or damaged, or describes anything but files of this folder (`check_index`).
+    Raises DamagedError if the index is missing or damaged, or does not match the folder (`check_index`).
     """
     file = path / INDEX_NAME
     try:

@@ -27,7 +27,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 def read_json_object(file: Path, max_bytes: int = MAX_INDEX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a regular file, without NaN, infinities and repeated names (json takes the last of them).
+    """Read a JSON object from a regular file. NaN, infinities and repeated names are errors.
 
     Raises ValueError if the file holds something else or more than `max_bytes`, OSError if it cannot be read.
     """
@@ -53,10 +53,10 @@ def regular_file_size(file: Path) -> int:
 
 
 def check_index(index: "Index") -> None:
-    """Raise ValueError unless the index could have been written by `format_index` for the folder in which it is.
+    """Raise ValueError unless `format_index` could have written this index into the folder `index.path`.
 
-    Checks types and ranges of all values, file names, that folder and index have the same step, that the boxes of every
-    tensor cover it exactly once, and that every file has the size of the boxes in it.
+    Checks types and ranges of all values, file names, that folder and index have the same step, that each element of a
+    tensor is in exactly one box, and that every file has the size of the boxes in it.
     """
     if not is_count(index.step):
         raise ValueError(f"its step is {_short(index.step)}, not a whole number of at least 0")

@@ -60,7 +60,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a tensor, saved in the safetensors file `file` as tensor `name + format_box(box)`."""
+    """A box (index range) of a tensor, saved in the safetensors file `file` under the key `name + format_box(box)`."""
 
     box: Box
     file: str
@@ -68,10 +68,10 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A part of a tensor, saved in the safetensors file `file`: the box from tuple `start` to tuple `stop`.
+    """A part of a tensor, saved in the safetensors file `file`: the box (index range) from `start` to `stop`.
 
-    If both are numbers, it is a flat range: the row-major elements start <= i < stop, saved as the boxes of
-    `flat_boxes`. A flat shard of ZeRO is such a range: two numbers, instead of up to 2 d - 1 boxes.
+    If `start` and `stop` are numbers, the part is a flat range: the row-major elements start <= i < stop, saved as the
+    boxes of `flat_boxes`. A flat shard of ZeRO is such a range: two numbers, instead of up to 2 d - 1 boxes.
     """
 
     start: int | tuple[int, ...]
@@ -79,7 +79,7 @@ class SavedPart:
     file: str
 
     def boxes(self, shape: tuple[int, ...]) -> list[SavedBox]:
-        """Return the boxes of this part of a global tensor. shape: the global tensor's."""
+        """Return the boxes of this part of a tensor whose full shape is `shape`."""
         flat = isinstance(self.start, int)
         boxes = flat_boxes(shape, self.start, self.stop) if flat else [Box(self.start, self.stop)]
         return [SavedBox(box, self.file) for box in boxes]
@@ -87,7 +87,10 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a checkpoint stores a global tensor. parts: they cover it exactly once. dtype_name: a key of DTYPES."""
+    """Where a checkpoint stores a global tensor.
+
+    dtype_name: a key of DTYPES. parts: the files and boxes that together hold every element exactly once.
+    """
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -100,11 +103,11 @@ class SavedTensor:
 
 
 def make_tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
-    """Return the shards of a tensor that is sharded like its parameter: the parameter itself or an optimizer state.
+    """Return the `TensorShard`s of a parameter, or of a tensor that is sharded like it, such as an optimizer state.
 
-    kind: prefix of the name, as `params` or `optimizer.exp_avg`.
-    tensor: has the shape of the spec's only box, or holds the spec's boxes one after another in contiguous memory.
-    rank: this rank's global rank; it saves the shards if it is the spec's owner.
+    kind: prefix of the name, as `params` or `optimizer.exp_avg`. spec: the parameter's. tensor: has the shape of the
+    spec's only box, or holds the spec's boxes one after another in contiguous memory. rank: this rank's global rank; it
+    saves the shards if it is the spec's owner.
     """
     name, is_saved_here = f"{kind}/{spec.name}", spec.owner == rank
     if len(spec.boxes) == 1 and tuple(tensor.shape) == spec.boxes[0].shape:
@@ -125,12 +128,12 @@ def format_box(box: Box) -> str:
 
 
 def shard_key(shard: TensorShard) -> str:
-    """Return the key under which a shard is saved in a safetensors file."""
+    """Return the key of a shard in its safetensors file: the name and box of the shard."""
     return shard.name + format_box(shard.box)
 
 
 def shards_to_save(local_shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
-    """Yield the shards that this rank saves; empty boxes are skipped."""
+    """Yield the non-empty shards with `is_saved_here`, which this rank saves."""
     return (shard for shard in local_shards if shard.is_saved_here and shard.box.numel)
 
 
@@ -142,9 +145,9 @@ Plan = list[tuple[str, tuple[int, ...], tuple[tuple[str, str], ...], tuple[tuple
 
 
 def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
-    """Describe the global tensors of which this rank holds shards, and which parts of them this rank saves, if any.
+    """Describe, for `merge_plans`, the global tensors of this rank's shards and the parts of them that this rank saves.
 
-    A parameter and its optimizer states, which are sharded the same way, share an entry.
+    A parameter and its optimizer states, which are sharded the same way, share an entry (see `Plan`).
     """
     tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
     for shard in local_shards:
@@ -161,7 +164,7 @@ def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
 
 
 def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedTensor]:
-    """Merge the plans of all ranks into the description of the whole checkpoint, by tensor name.
+    """Merge the plans of all ranks (`plan_local_shards`); return where each tensor of the checkpoint is saved, by name.
 
     files: the name of each rank's file. Raises ValueError unless exactly one rank saves each element, and all ranks
     agree on shapes and dtypes.
@@ -185,7 +188,7 @@ def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedT
 
 
 def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
-    """Return each saved box of `tensor` that overlaps a shard, with the intersection of the two as a global box."""
+    """Return (saved box, its intersection with the shard) for each saved box of `tensor` that overlaps it."""
     if not shard.box.numel:
         return []
     first = _flat_index(tensor.shape, shard.box.start)
@@ -198,9 +201,9 @@ def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBo
 def plan_reads(
     tensors: Mapping[str, SavedTensor], local_shards: Iterable[TensorShard], cast: bool = False
 ) -> tuple[dict[str, list[tuple[TensorShard, SavedBox, Box]]], list[str]]:
-    """Plan what a rank must read to fill its shards: by file, each shard, a saved box, and their intersection.
+    """Return what a rank must read to fill its shards, {file: [(shard, saved box, intersection)]}, and all mismatches.
 
-    tensors: those saved, by name. cast: allow a dtype other than the shard's. Also returns the mismatches, a line each.
+    tensors: the saved tensors, by name. cast: allow saved tensors of another dtype. Each mismatch is a line of text.
     """
     reads: dict[str, list[tuple[TensorShard, SavedBox, Box]]] = {}
     problems = []
@@ -222,7 +225,7 @@ def plan_reads(
 
 
 def check_covered(name: str, tensor: SavedTensor) -> None:
-    """Raise ValueError unless the parts of a tensor cover it exactly once. name: the tensor's, for messages."""
+    """Raise ValueError unless each element of a tensor is in exactly one part. name: the tensor's, for the message."""
     if all(isinstance(part.start, int) for part in tensor.parts):
         ranges = sorted(tensor.parts, key=lambda part: part.start)
         bounds = [0, *(limit for part in ranges for limit in (part.start, part.stop)), math.prod(tensor.shape)]

@@ -8,13 +8,13 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRequest:
-    """A context manager that turns SIGINT and SIGTERM into a request to stop: `signal_name` instead of an exit.
+class StopSignalRecorder:
+    """A context manager that records SIGINT and SIGTERM as a request to stop, instead of ending the process.
 
     signal_name: the first signal received in this context, as "SIGINT"; None if there was none.
-    A rank must not exit alone: the others would wait for it in their next collective. So the handler only records the
-    signal. Before each update the trainer finds out whether any rank has recorded one, and all ranks save and exit
-    after the same step. A second Ctrl-C raises KeyboardInterrupt at once.
+    A rank must not exit alone: the others would wait for it in their next collective. Before each update the trainer
+    finds out whether any rank has recorded a signal, and all ranks save and exit after the same step. A second Ctrl-C
+    raises KeyboardInterrupt at once.
 
     Raises RuntimeError if entered outside the main thread, as Python delivers signals to the main thread only.
     """
@@ -25,9 +25,9 @@ class StopRequest:
         self._before: dict[int, object] = {}
         self._wakeup: tuple[int, int, threading.Thread] | None = None
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> "StopSignalRecorder":
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("StopRequest works in the main thread only: Python delivers signals to no other")
+            raise RuntimeError("StopSignalRecorder works in the main thread only: Python delivers signals to no other")
         self.signal_name, self._interrupts = None, 0
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._record)

@@ -23,7 +23,7 @@ FORMAT_NAMES = dict(zip(DTYPES.values(), _FORMAT_NAMES, strict=True))
 
 
 def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write tensors to a safetensors file and wait until it is on disk; returns its checksum and size.
+    """Write tensors to a safetensors file and wait until it is on disk; return its checksum and size.
 
     tensors: contiguous, in host memory. Threads write the blocks and compute their checksums. Raises OSError if the
     file cannot be written.

@@ -9,37 +9,26 @@ class ModelConfig:
 
     vocab_size: int = 256
     """Number of different tokens. 256 reads text byte by byte."""
-
     hidden_size: int = 128
     """Features of one token between the blocks."""
-
     intermediate_size: int = 384
     """Features inside the feed-forward layer."""
-
     num_layers: int = 4
     """Number of blocks."""
-
     num_heads: int = 4
     """Query heads of attention. Divides hidden_size."""
-
     num_kv_heads: int = 2
     """Key and value heads of attention; each serves num_heads / num_kv_heads query heads. Divides num_heads."""
-
     max_seq_len: int = 1024
     """Longest sequence the model accepts, in tokens. Costs no memory."""
-
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
-
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
-
     tie_embeddings: bool = True
     """Use the token embedding as output head too."""
-
     dropout: float = 0.0
     """Probability of zeroing a feature of the embedding and of each residual branch, in training."""
-
     init_std: float = 0.05
     """Standard deviation of the initial weights. 0.05 suits some hundred features; large models use 0.02."""
 
@@ -76,7 +65,7 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
 
     def num_layer_parameters(self) -> int:
-        """Return the number of parameters of one block."""
+        """Return the number of parameters of one layer."""
         h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         attention = 2 * h * h + 2 * h * kv
         feed_forward = 3 * h * self.intermediate_size

@@ -20,21 +20,22 @@ from minidist.hashing import mix, mix_int, signed
 
 
 class DropoutKeys(NamedTuple):
-    """The hashes of a batch's tokens and features at one dropout site, from which `keep_mask` computes the mask."""
+    """The hashes of a batch's tokens and features at one dropout site, from which `keep_mask` computes the mask.
 
-    low: Tensor  # (b, s) int32: the lower half of each token's hash
-    high: Tensor  # (b, s) int32: the upper half
-    features: Tensor  # (h,) int32: the hash of each feature
+    low, high: (b, s) int32, the lower and upper half of each token's hash. features: (h,) int32, each feature's hash.
+    """
+
+    low: Tensor
+    high: Tensor
+    features: Tensor
 
 
 @dataclass(frozen=True)
 class DropoutAddress:
     """Identifies a batch in the run, independently of the layout; its dropout masks are a function of this address.
 
-    seed: the run's seed; any integer, taken modulo 2**64.
-    step: number of the step.
-    samples: (b,) int64, global numbers of the samples.
-    positions: (s,) int64, positions of this rank's tokens in the unsplit sequence.
+    seed: the run's seed; any integer, taken modulo 2**64. step: number of the step. samples: (b,) int64, global numbers
+    of the samples. positions: (s,) int64, positions of this rank's tokens in the unsplit sequence.
     """
 
     seed: int
@@ -43,25 +44,25 @@ class DropoutAddress:
     positions: Tensor
 
     @cached_property
-    def token_hashes(self) -> Tensor:
-        """The hash of seed, step, sample and position of each token, (b, s) int64. Shared by all sites; cached."""
+    def _token_hashes(self) -> Tensor:
+        """A hash of seed, step, sample and position of each token, (b, s) int64; cached for all dropout sites."""
         key = mix_int(mix_int(self.seed) + self.step)
         sample_keys = mix(self.samples + signed(key))  # (b,)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
         return mix(sample_keys[:, None] + self.positions[None, :])
 
     def site_keys(self, site: int, num_features: int) -> DropoutKeys:
-        """Return the keys of one dropout site, for `keep_mask`.
+        """Return the keys of one dropout site (a place in the model with dropout), for `keep_mask`.
 
-        site: from `dropout_site_index`; 0 for the embedding. num_features: the size of the hidden state.
+        site: its number (`dropout_site_index`); 0 for the embedding. num_features: the size of the hidden state.
         """
-        features = torch.arange(num_features, device=self.token_hashes.device)
-        rows = mix(self.token_hashes ^ signed(mix_int(site)))
+        features = torch.arange(num_features, device=self._token_hashes.device)
+        rows = mix(self._token_hashes ^ signed(mix_int(site)))
         return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
 
 
 def dropout_site_index(layer: int, branch: int) -> int:
-    """Return the number of a dropout site. branch: 0 for attention, 1 for feed-forward. Site 0 is the embedding's."""
+    """Return the number of a layer's dropout site, from 1. branch: 0 for attention, 1 for feed-forward."""
     return 1 + 2 * layer + branch
 
 

@@ -11,7 +11,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for narrower dtypes, and float64 for float64."""
+    """Return float32 for narrower floating dtypes, and float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -27,16 +27,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of `x`, which has any number of dimensions."""
+        """Normalise the last dimension of `x` (..., h)."""
         dtype = at_least_float32(x.dtype)
         return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Return RoPE's cos and sin for `positions` (s,), in at least float32 (arXiv 2104.09864, section 3.4.2).
+    """Return RoPE's cos and sin for `positions` (s,), (s, 1, head_dim) each (arXiv 2104.09864, section 3.4.2).
 
-    Hugging Face's convention: features `i` and `i + head_dim / 2` are rotated as a pair, by the angle
-    `position * theta^(-2 i / head_dim)`.
+    They are at least float32. Hugging Face's convention: features `i` and `i + head_dim / 2` are rotated as a pair, by
+    the angle `position * theta^(-2 i / head_dim)`.
     """
     dtype = at_least_float32(dtype)
     exponent = torch.arange(0, head_dim, 2, device=positions.device).to(dtype) / head_dim
@@ -77,7 +77,8 @@ class Attention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute `softmax(q k^T / sqrt(d)) v` under the causal mask; returns the shape of query.
 
-        query: (b, heads, s, d). key, value: (b, kv_heads, s, d); heads / kv_heads consecutive query heads use each.
+        query: (b, heads, s, d). key, value: (b, kv_heads, s, d), each shared by heads / kv_heads consecutive query
+        heads.
         """
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

@@ -59,9 +59,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Run all layers, or those in `layers`: (b, s) int64 -> (b, s, h).
 
-        address, positions: as in `Transformer.forward`.
-        layers: a range of layer indices; all if None. A range that starts at 0 embeds the tokens first; any other
-        needs `hidden` (b, s, h), the output of the layer before it. The final norm follows the last layer only.
+        address, positions: as in `Transformer.forward`. layers: a range of layer indices; None: all. A range that
+        starts at 0 embeds the tokens first; any other needs `hidden` (b, s, h), the output of the layer before it. The
+        final norm follows the last layer only.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         return self._rotary[2]
 
     def dropout_keys(self, layer: int, address: DropoutAddress | None) -> tuple[DropoutKeys, DropoutKeys] | None:
-        """Return the dropout keys of a layer's two residual branches, or None if dropout is off.
+        """Return the dropout keys of a layer's attention and feed-forward branches, or None if dropout is off.
 
         Raises ValueError if dropout is on, the model is in training and there is no address.
         """
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         return logits if labels is None else self.loss(logits, labels)
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token after the last: (b, s) int64 -> (b, vocab)."""
+        """Return the logits of the token after the last one: (b, s) int64 -> (b, vocab)."""
         return self.lm_head(self.model(tokens)[:, -1])
 
     def tie_weights(self) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from minidist.precision.dtypes import PrecisionDtypes
 
 
-class Rounding(Protocol):
-    """A function that rounds updated masters `values` (n,) into parameter elements `into` (n,) of a narrower dtype.
+class RoundingFunction(Protocol):
+    """The type of a function that rounds updated masters `values` (n,) into parameter elements `into` (n,), in place.
 
     step: number of the optimizer step. name: global name of the parameter.
     """
@@ -44,7 +44,7 @@ class MasterWeights:
         values: Mapping[str, Tensor],
         dtypes: PrecisionDtypes,
         offload: bool = False,
-        rounding: Rounding | None = None,
+        rounding: RoundingFunction | None = None,
     ):
         dtype = dtypes.master or dtypes.state
         self._params, self._bounds, self._rounding = params, bounds, rounding
@@ -61,7 +61,7 @@ class MasterWeights:
             self.tensor.untyped_storage().resize_(0)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's elements, by name: the masters if they are persistent, else the parameters."""
+        """Return each parameter's elements, 1-D, by name: the masters if they are kept, else the parameters."""
         source = self.tensor if self.persistent else self._params
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
@@ -87,7 +87,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: seeds stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: seed of stochastic rounding."""
         if not self.separate:
             return
         if self.persistent:

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
     "sample": "generate text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
+    "consistency": "compare synchronous training with local SGD, DiLoCo, asynchronous workers and others",
     "chaos": "inject faults into small runs, resume them, and check that nothing was lost",
     "estimate": "estimate memory, bytes sent, FLOPs and pipeline bubble of a layout",
     "simulate": "draw the timeline of a pipeline schedule, with its bubble and peak memory",
@@ -37,7 +38,7 @@ _PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `minidist ARGV...` and return the exit code. argv: None for `sys.argv[1:]`."""
+    """Run the `minidist` command with the arguments `argv`; return the exit code. argv: None for `sys.argv[1:]`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     return run_to_exit_code(lambda: _run(argv))
 
@@ -53,6 +54,7 @@ def _run(argv: list[str]) -> int:
         "train": _train,
         "sample": _sample,
         "parity": _parity,
+        "consistency": _consistency,
         "chaos": _chaos,
         "estimate": _estimate,
         "simulate": _simulate,
@@ -67,11 +69,11 @@ def _run(argv: list[str]) -> int:
 
 
 def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
-    """Call `run` and return its exit code; print an error of this package to stderr and return the error's code.
+    """Call `run` and return its exit code; if it raises UserError or RunError, print the error and return its code.
 
-    name: the program's name, which precedes the error message. If the reader of standard output has closed it, as
-    `head` does, the command ends without a message, as by SIGPIPE. SIGINT and SIGTERM end the command after it has
-    deleted its temporary files.
+    name: the program's name, which precedes the error message on stderr. SIGINT and SIGTERM end `run` as exceptions, so
+    that it deletes its temporary files; SIGINT returns 130. If the reader of standard output has closed it, as `head`
+    does, returns 141 without a message.
     """
     try:
         with _exceptions_from_signals():
@@ -79,7 +81,7 @@ def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
         sys.stdout.flush()
         return code
     except (UserError, RunError) as error:
-        print_error(error, name)
+        _print_error(error, name)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -128,7 +130,10 @@ def _output_is_closed() -> bool:
 
 
 def format_usage(program: str, commands: dict[str, str]) -> str:
-    """Format the help of a program with commands. program: its name. commands: the description of each, by name."""
+    """Return the help text of a program that has commands: a usage line, and each command with its description.
+
+    program: the program's name. commands: by name, the description of each command.
+    """
     width = max(map(len, commands)) + 2
     lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
     for name, description in commands.items():
@@ -138,7 +143,7 @@ def format_usage(program: str, commands: dict[str, str]) -> str:
     return "\n".join([*lines, "", f"{program} COMMAND --help lists the options of a command."])
 
 
-def print_error(error: UserError | RunError, name: str = "minidist") -> None:
+def _print_error(error: UserError | RunError, name: str = "minidist") -> None:
     """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot.
 
     When torchrun restarts the ranks, rank 0 does not print the same UserError again. name: the program's name, which
@@ -182,7 +187,7 @@ class TrainOptions:
     ranks: int | None = None
     """Ranks to start on this machine; one per GPU, or two on the CPU, when not given. torchrun starts ranks itself."""
     config: Path | None = None
-    """A TOML file with options, `ranks` among them; those on the command line win."""
+    """A TOML file with options, `ranks` among them; options on the command line take precedence."""
 
 
 def _train(argv: list[str]) -> int:
@@ -192,16 +197,16 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def parse_train_options(argv: list[str], over: Sequence[str] = ()) -> tuple[Config, int | None]:
-    """Parse the options of `minidist train`: the configuration, and the number of ranks to start (None if not given).
+def parse_train_options(argv: list[str], default_options: Sequence[str] = ()) -> tuple[Config, int | None]:
+    """Parse the options of `minidist train`; return the configuration and the number of ranks (None if not given).
 
-    over: options, as words of a command line, that replace the defaults; options in `argv` take precedence.
+    default_options: options, as words of a command line, that replace the defaults; options in `argv` take precedence.
     """
     argv = [re.sub(r"^--(trace|memory)(?=$|=)", r"--\1.file", word) for word in argv]
     base, ranks = _base_config(argv)
     options = TrainOptions(base, ranks)
-    if over:
-        options = _parse(TrainOptions, "train", list(over), options)
+    if default_options:
+        options = _parse(TrainOptions, "train", list(default_options), options)
     options = _parse(TrainOptions, "train", argv, options)
     return options.run, options.ranks
 
@@ -211,19 +216,19 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
 
     The TOML file overrides the run to resume, which overrides the defaults.
     """
-    from minidist.tools.config_file import from_toml, ranks_in_toml
-    from minidist.tools.launch.resume import resumed_config
+    from minidist.tools.config_file import read_config_file, read_rank_count
+    from minidist.tools.launch.resume import read_resumed_config
     from minidist.tools.launch.torchrun import is_under_torchrun
 
     file, base = _value_of(argv, "--config"), Config()
     resume = _value_of(argv, "--checkpoint.resume")
     if resume is None and file is not None:
-        resume = from_toml(Path(file)).checkpoint.resume
+        resume = read_config_file(Path(file)).checkpoint.resume
     if resume not in (None, "None", "none", "auto", Path("auto")):
-        base = resumed_config(Path(resume))
+        base = read_resumed_config(Path(resume))
     if file is None:
         return base, None
-    return from_toml(Path(file), base), None if is_under_torchrun() else ranks_in_toml(Path(file))
+    return read_config_file(Path(file), base), None if is_under_torchrun() else read_rank_count(Path(file))
 
 
 def _value_of(argv: list[str], option: str) -> str | None:
@@ -250,6 +255,17 @@ def _parity(argv: list[str]) -> int:
     return parity(_parse(ParityOptions, "parity", argv))
 
 
+def _consistency(argv: list[str]) -> int:
+    from minidist.tools.config_file import read_config_file
+    from minidist.tools.consistency.command import main as consistency
+    from minidist.tools.consistency.comparison_options import ConsistencyOptions
+
+    options, file = ConsistencyOptions(), _value_of(argv, "--config")
+    if file is not None:
+        options = replace(options, run=read_config_file(Path(file), options.run))
+    return consistency(_parse(ConsistencyOptions, "consistency", argv, options))
+
+
 def _chaos(argv: list[str]) -> int:
     from minidist.tools.chaos.command import ChaosOptions
     from minidist.tools.chaos.command import main as chaos
@@ -258,7 +274,7 @@ def _chaos(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class EstimateOptions:
+class _EstimateOptions:
     """Estimate the cost of a training run on every rank: memory, bytes sent, FLOPs and the pipeline's bubble.
 
     Takes the options of `minidist train`; starts no rank and reads no data.
@@ -296,7 +312,7 @@ def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate.flops import parse_measured_step
     from minidist.tools.launch.start import choose_ranks
 
-    options = _parse(EstimateOptions, "estimate", argv, EstimateOptions(*_base_config(argv)))
+    options = _parse(_EstimateOptions, "estimate", argv, _EstimateOptions(*_base_config(argv)))
     ranks = choose_ranks(options.run, options.ranks)
     step = parse_measured_step(options.step_time_s, options.peak_tflops)
     failures = parse_failure_model(options.mtbf_s, options.save_s, options.restart_s)

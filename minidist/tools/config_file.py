@@ -25,10 +25,11 @@ _TOML_NAMES = {
 }
 
 
-def from_toml(path: Path, base: Config | None = None) -> Config:
-    """Read a configuration from a TOML file. Raises UserError for an unreadable file, unknown keys and wrong types.
+def read_config_file(path: Path, base: Config | None = None) -> Config:
+    """Read a run's configuration from a TOML file.
 
-    base: the configuration whose values the file's values replace; None: the defaults.
+    base: the configuration whose values the file's values replace; None: the defaults. Raises UserError for an
+    unreadable file, unknown keys and values of a wrong type.
     """
     try:
         text = Path(path).read_text()
@@ -36,28 +37,29 @@ def from_toml(path: Path, base: Config | None = None) -> Config:
         raise UserError(f"--config {path} cannot be read: {error.strerror}. Give a TOML file.") from None
     except UnicodeDecodeError:
         raise UserError(f"--config {path} is not a TOML file: it is not text.") from None
-    return from_text(text, str(path), base)
+    return parse_config_text(text, str(path), base)
 
 
-def ranks_in_toml(path: Path) -> int | None:
-    """Return the number of ranks that a TOML file asks for by its key `ranks`; None without that key.
+def read_rank_count(path: Path) -> int | None:
+    """Return the number of ranks in a TOML configuration file, its key `ranks`; None without that key.
 
-    `ranks` is no field of `Config`, so `from_toml` ignores it.
+    `ranks` is no field of `Config`, so `read_config_file` ignores it.
     """
     ranks = tomllib.loads(Path(path).read_text()).get("ranks")
     return None if ranks is None else _convert(ranks, int, f"{path}: ranks")
 
 
-def from_text(text: str, name: str, base: Config | None = None) -> Config:
-    """Read a configuration from TOML text. Raises UserError for invalid TOML, unknown keys and wrong types.
+def parse_config_text(text: str, name: str, base: Config | None = None) -> Config:
+    """Read a run's configuration from TOML text.
 
-    name: names the source of the text in messages. base: as in `from_toml`.
+    name: names the source of the text in messages. base: the configuration whose values the text's values replace;
+    None: the defaults. Raises UserError for invalid TOML, unknown keys and values of a wrong type.
     """
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name} is not a TOML file: {error}") from None
-    values.pop("ranks", None)  # `ranks_in_toml`
+    values.pop("ranks", None)  # `read_rank_count`
     return _merge(base or Config(), values, name, "")
 
 
@@ -107,10 +109,10 @@ def _expected(kind: Any) -> str:
 
 
 def parse_checkpoint_config(index: "Index") -> Config:
-    """Return the configuration of the run that wrote a checkpoint. index: the index of the checkpoint.
+    """Return the configuration of the run that wrote a checkpoint, from the checkpoint's index.
 
     Raises UserError if the checkpoint has no configuration, because another program wrote it; DamagedError if the
     configuration in it is not valid.
     """
     read_stored_config(index)
-    return from_text(index.state["config"], str(index.path))
+    return parse_config_text(index.state["config"], str(index.path))

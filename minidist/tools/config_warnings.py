@@ -21,17 +21,21 @@ _REFUSED: tuple[OptionRule, ...] = (
      "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
     ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
+    ("fault.digest_every", lambda c, m: not c.consistency.is_asynchronous,
+     "the ranks of consistency.mode {consistency.mode} hold different parameters"),
     ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
     ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
      "ranks are not replaced: give --fault.live-recovery"),
-    ("consistency.h consistency.replicas", lambda c, m: c.consistency.has_replicas,
+    ("consistency.h consistency.replicas", lambda c, m: c.consistency.merges_replicas,
      "consistency.mode is {consistency.mode}; it is for local, diloco and gossip, whose replicas train by themselves"),
     ("consistency.outer_lr consistency.outer_momentum", lambda c, m: c.consistency.mode == "diloco",
      "consistency.mode is {consistency.mode}; it is for diloco"),
     ("consistency.topology", lambda c, m: c.consistency.mode == "gossip",
      "consistency.mode is {consistency.mode}; it is for gossip"),
-    ("consistency.server", lambda c, m: c.consistency.mode == "central",
-     "consistency.mode is {consistency.mode}; it is for central"),
+    ("consistency.server", lambda c, m: c.consistency.mode == "central" or c.consistency.is_asynchronous,
+     "consistency.mode is {consistency.mode}; it is for central, asynchronous and stale"),
+    ("consistency.staleness_bound", lambda c, m: c.consistency.mode == "stale",
+     "consistency.mode is {consistency.mode}; it is for stale"),
     ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
 )  # fmt: skip
 # Options that may be given without effect.
@@ -55,10 +59,10 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
 
 
 def validate_options(config: Config, world_size: int) -> Mesh:
-    """Return the mesh of a run on `world_size` ranks; raise UserError if the trainer cannot run `config`.
+    """Check that the trainer can run `config` on `world_size` ranks, and return the mesh of the run.
 
-    An option that requests something the run would not do is an error too. `minidist train` calls it before ranks
-    start.
+    Raises UserError if it cannot run, and for an option that requests something the run would not do. `minidist train`
+    calls this before ranks start.
     """
     mesh = validate(config, world_size)
     _check_steps(config)
@@ -70,7 +74,7 @@ def validate_options(config: Config, world_size: int) -> Mesh:
 
 
 def find_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Return warnings about the settings of a run that have no effect, or hardly any."""
+    """Return warnings, as text, about settings of a run that have no effect, or hardly any."""
     found = _find_unused_options(config, mesh, _OPTION_RULES)
     warmup, steps = config.optim.warmup_steps, config.train.steps
     if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
@@ -82,7 +86,7 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
 
 
 def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Return warnings about ZeRO stages that cost communication and save little memory on this mesh."""
+    """Return warnings, as text, if the run's ZeRO stage costs communication and saves little memory on this mesh."""
     zero, found, ranks = config.zero, [], config.zero.shard_group_size(config.replica_mesh(mesh))
     if zero.stage and ranks == 1:
         found.append(
@@ -106,9 +110,9 @@ def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
 
 
 def describe_learning_rate_jump(before: Config, config: Config, step: int) -> str | None:
-    """Return a warning if resuming after `step` steps changes the learning rate of the next step, else None.
+    """Return a warning if the learning rate jumps where a run resumes after `step` steps, else None.
 
-    before: the configuration of the run that wrote the checkpoint.
+    before: the configuration of the run that wrote the checkpoint. config: the configuration of the resumed run.
     """
     was, now = (learning_rate(run.optim, step, run.train.steps) for run in (before, config))
     if math.isclose(was, now, rel_tol=0.01):

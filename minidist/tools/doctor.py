@@ -33,10 +33,10 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: one line of the report.
+    """The result of one check of this machine: one line of the doctor's report.
 
-    name: the part of the machine that was checked. value: the state found. problem: a description of the problem, None
-    without one. fix: how to solve the problem. blocks: whether training cannot run because of the problem.
+    name: the part of the machine that was checked. value: its state, as text. problem: a description of the problem,
+    None without one. fix: how to solve the problem. blocks: whether training cannot run because of the problem.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Check the machine and print the report; return the exit code: 0 if training can run, else 1."""
+    """Check this machine, print what was found and how to fix problems; return 0 if training can run, else 1."""
     findings = [_run_check(name, check) for name, check in CHECKS.items()]
     can_train = not any(finding.blocks for finding in findings)
     if options.json:
@@ -209,8 +209,8 @@ def _disk(name: str) -> Finding:
     return Finding(name, value)
 
 
-def all_reduce_rank_sum(world) -> float:
-    """Collective: return the sum of (rank + 1) over all ranks, by one all-reduce. The doctor runs it on two ranks."""
+def _all_reduce_rank_sum(world) -> float:
+    """Collective: return the sum of (rank + 1) over all ranks, by one all-reduce."""
     import torch
 
     from minidist.comm import GroupSpec, all_reduce, bind
@@ -229,10 +229,10 @@ def _ranks(name: str) -> Finding:
     try:
         with RankServer() as server:
             server.run(
-                all_reduce_rank_sum, 1, backend="gloo", deadline_s=120
+                _all_reduce_rank_sum, 1, backend="gloo", deadline_s=120
             )  # waits for the server, which imports torch
             start_s = time.perf_counter()
-            values = server.run(all_reduce_rank_sum, 2, backend="gloo", deadline_s=60).values
+            values = server.run(_all_reduce_rank_sum, 2, backend="gloo", deadline_s=60).values
             took_s = time.perf_counter() - start_s
     except (RunError, UserError) as error:
         return Finding(name, "failed", str(error), fix, blocks=True)

@@ -18,5 +18,8 @@ _NAMES = {
 
 
 def to_llama_config(config: ModelConfig) -> dict:
-    """Return the keyword arguments for `transformers.LlamaConfig`, without dropout, which Llama does not have."""
+    """Return the model configuration as keyword arguments for `transformers.LlamaConfig`.
+
+    Dropout is left out: Llama does not have it.
+    """
     return {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}

@@ -51,7 +51,7 @@ _COLUMN = 30
 
 
 @dataclass(frozen=True)
-class Option:
+class _Option:
     """One option of a command.
 
     name: without the leading dashes. path: the names of the nested fields that lead to its value. kind: the type of the
@@ -88,15 +88,15 @@ class Option:
 def parse_options(
     kind: type, program: str, words: Sequence[str], default: Any = None, keep_unknown: bool = False
 ) -> Any:
-    """Parse command-line `words` into an instance of the dataclass `kind`; `--help` prints the help and exits.
+    """Parse command-line `words` into an instance of the dataclass `kind`, whose fields are the options.
 
-    program: the command, for messages and the help. default: an instance whose values replace the defaults of `kind`.
-    keep_unknown: return (instance, list of unknown words) instead of raising UserError for an unknown option. Raises
-    UserError for a wrong value.
+    `--help` prints the help and raises SystemExit. program: the command's name in messages and help. default: an
+    instance whose values replace the defaults of `kind`. keep_unknown: return (instance, list of unknown words) instead
+    of raising UserError for an unknown option. Raises UserError for a wrong or missing value.
     """
-    options = list_options(kind)
+    options = _list_options(kind)
     if {"-h", "--help"} & set(words):
-        print(help_text(kind, program, options, default))
+        print(_help_text(kind, program, options, default))
         raise SystemExit(0)
     by_name = {option.name: option for option in options if not option.positional}
     negated = {option.negated_name: option for option in options if option.kind is bool}
@@ -136,9 +136,8 @@ def parse_options(
     return (made, unknown) if keep_unknown else made
 
 
-def list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
-    """List the options of a dataclass: those of its fields in order, then those of its nested dataclasses, the
-    sections.
+def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[_Option]:
+    """Return the options of dataclass `kind`: its own fields first, then those of nested dataclasses ("sections").
 
     A section's name is the prefix of its options, as in "train.steps". A nested dataclass marked FLAT is not a section:
     its options have no prefix and come before all sections. The other arguments describe where a nested `kind` belongs:
@@ -153,13 +152,13 @@ def list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", secti
         name, optional = prefix + field.name.replace("_", "-"), False
         if dataclasses.is_dataclass(hint):
             flat = FLAT in marks
-            nested += list_options(hint, (*path, field.name), "" if flat else f"{name}.", "" if flat else name)
+            nested += _list_options(hint, (*path, field.name), "" if flat else f"{name}.", "" if flat else name)
             continue
         if typing.get_origin(hint) in (types.UnionType, typing.Union):
             (hint,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
             optional = True
         plain.append(
-            Option(
+            _Option(
                 name,
                 (*path, field.name),
                 hint,
@@ -173,11 +172,11 @@ def list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", secti
     return plain + sorted(nested, key=lambda option: option.section != "")
 
 
-def help_text(kind: type, program: str, options: Sequence[Option], default: Any = None) -> str:
+def _help_text(kind: type, program: str, options: Sequence[_Option], default: Any = None) -> str:
     """Format the help of a command, as wide as the terminal but at most 100 columns.
 
     kind: the dataclass of the command's options; its docstring is the description. program: the command. options: from
-    `list_options`. default: an instance of `kind` with the defaults to show; None for those of `kind`.
+    `_list_options`. default: an instance of `kind` with the defaults to show; None for those of `kind`.
     """
     width = help_width()
     shown = sorted((option for option in options if not option.hidden), key=lambda option: not option.positional)
@@ -198,11 +197,11 @@ def help_text(kind: type, program: str, options: Sequence[Option], default: Any 
 
 
 def help_width() -> int:
-    """Return the width of the terminal in columns, at most 100."""
+    """Return how many columns wide to print help: the width of the terminal, but at least 40 and at most 100."""
     return min(100, max(40, shutil.get_terminal_size().columns))
 
 
-def _option_help(option: Option, default: Any, width: int) -> list[str]:
+def _option_help(option: _Option, default: Any, width: int) -> list[str]:
     head = f"  {_metavar(option)}" if option.positional else f"  --{option.name}"
     if option.kind is bool:
         head += f", --{option.negated_name}" * bool(default)
@@ -218,7 +217,7 @@ def _option_help(option: Option, default: Any, width: int) -> list[str]:
     return [head, *body]
 
 
-def _metavar(option: Option) -> str:
+def _metavar(option: _Option) -> str:
     if typing.get_origin(option.item_type) is Literal:
         one = "{" + ",".join(map(str, typing.get_args(option.item_type))) + "}"
     elif option.positional:
@@ -237,7 +236,7 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _take(option: Option, rest: list[str]) -> list[str]:
+def _take(option: _Option, rest: list[str]) -> list[str]:
     """Remove from `rest` the words that are the option's values."""
     given = []
     while rest and not rest[0].startswith("--") and (option.is_list or not given):
@@ -245,7 +244,7 @@ def _take(option: Option, rest: list[str]) -> list[str]:
     return given
 
 
-def _value_of(option: Option, given: list[str]) -> Any:
+def _value_of(option: _Option, given: list[str]) -> Any:
     if option.optional and len(given) == 1 and given[0].lower() == "none":
         return None
     if not given:
@@ -259,7 +258,7 @@ def _value_of(option: Option, given: list[str]) -> Any:
     return values
 
 
-def _convert(option: Option, word: str) -> Any:
+def _convert(option: _Option, word: str) -> Any:
     name = option.name.upper() if option.positional else f"--{option.name}"
     if typing.get_origin(option.item_type) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(option.item_type)}
@@ -272,7 +271,7 @@ def _convert(option: Option, word: str) -> Any:
         raise UserError(f"{name} is {word!r}; it must be {_expected(option)}.") from None
 
 
-def _expected(option: Option) -> str:
+def _expected(option: _Option) -> str:
     if typing.get_origin(option.item_type) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(option.item_type)))
     one = _TYPE_NAMES[option.item_type]
@@ -294,7 +293,7 @@ def _guess(given: str, names: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(f'--{name}' for name in close[:3])}?" if close else ""
 
 
-def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[Option]) -> Any:
+def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[_Option]) -> Any:
     """Construct `kind` from the given values and its defaults."""
     required = {}
     for option in options:

@@ -11,19 +11,19 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_output_files(config: Config) -> None:
-    """Raise UserError if `--trace` or `--memory` names a file that exists or cannot be written."""
+    """Raise UserError if a file that `--trace` or `--memory` would write exists already or cannot be written."""
     check_trace_file(config)
     check_memory_files(config)
 
 
 def check_trace_file(config: Config) -> None:
-    """Raise UserError if the file of `--trace` exists or cannot be written."""
+    """Raise UserError if the file that `--trace` names exists already or cannot be written."""
     if (file := config.trace.file) is not None:
         _check_free("trace", file, file)
 
 
 def check_memory_files(config: Config) -> None:
-    """Raise UserError if the picture of `--memory` or the file of its numbers exists or cannot be written."""
+    """Raise UserError if the picture that `--memory` names, or the JSON file beside it, exists or cannot be written."""
     if (picture := config.memory.file) is None:
         return
     if picture.suffix.lower() not in PICTURES:
@@ -53,7 +53,10 @@ def _check_free(option: str, given: Path, path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, even if the machine crashes; makes its folder. Raises OSError."""
+    """Write a file so that it is complete or absent, even if the machine crashes. Raises OSError.
+
+    Creates the parent folder. An existing file is replaced.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_path(path)
     try:

@@ -27,7 +27,10 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__annotations_
 
 @dataclass
 class SymbolReplacements:
-    """The replacements made through this object, in this process; `restore_symbols` undoes them."""
+    """Replaces functions and classes of the package in this process by other source, and restores the originals.
+
+    Iterating yields the names of the replaced symbols, such as "module:function".
+    """
 
     _originals: dict[str, Any] = field(default_factory=dict)
 
@@ -39,14 +42,14 @@ class SymbolReplacements:
         transform: Callable[[ast.Module], ast.Module] | None = None,
         also_replaced: Collection[str] = (),
     ) -> None:
-        """Replace the definition of `symbol` by the one in `source`, for every reference to it in this process.
+        """Replace the definition of a function or class by the one in `source`, for all references in this process.
 
         symbol: `module:function`, `module:Class` or `module:Class.method`. filename: shown in tracebacks for the new
-        source; `<piece SYMBOL>` if None. transform: applied to the parsed source before it runs.
-        also_replaced: names of other symbols of the module that `source` may define too: other calls replace them.
+        source; `<piece SYMBOL>` if None. transform: applied to the parsed source before it runs. also_replaced: names
+        of other symbols of the module that `source` may define too; this call does not replace them.
         Raises UserError if there is no such symbol, if it is neither function nor class, or if `source` does not define
-        it, changes its base classes, or redefines another name of the module; SyntaxError, or whatever running the
-        source raises. The symbol is unchanged after an error.
+        it, changes its base classes, or redefines another name of the module; SyntaxError, or any exception from
+        running the source. After an error the old definition is unchanged.
         """
         module, holder, attribute = _find_symbol(symbol)
         old = _unwrap(inspect.getattr_static(holder, attribute))
@@ -69,10 +72,7 @@ class SymbolReplacements:
         _set_contents(old, _contents(new), new)
 
     def restore_symbols(self, symbol: str | None = None) -> list[str]:
-        """Restore the original of `symbol`, or of all replaced symbols if it is None; return the restored symbols.
-
-        A symbol that is not replaced stays as it is.
-        """
+        """Restore the original of `symbol`, or of all replaced symbols if it is None; return the restored names."""
         names = list(self._originals) if symbol is None else [symbol] if symbol in self._originals else []
         for each in names:
             _, holder, attribute = _find_symbol(each)

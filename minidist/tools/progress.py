@@ -14,8 +14,10 @@ NAME = "progress.json"
 
 
 def find_progress_file(start: Path) -> Path | None:
-    """Return the path of the progress.json of the learner's folder that contains `start`; None outside such a
-    folder."""
+    """Return the path of a learner's progress.json, in the folder `start` or the nearest parent that has one.
+
+    None if there is no such folder.
+    """
     for folder in (start, *start.parents):
         if (folder / NAME).is_file() and (folder / "exercises").is_dir():
             return folder / NAME
@@ -23,7 +25,7 @@ def find_progress_file(start: Path) -> Path | None:
 
 
 def read_progress(file: Path) -> dict[str, Any]:
-    """Return the contents of the file; an empty dict if it does not exist. Raises UserError if it is damaged."""
+    """Return the contents of a progress.json; {} if it does not exist. Raises UserError if it is damaged."""
     try:
         progress = json.loads(file.read_text())
     except FileNotFoundError:
@@ -37,9 +39,10 @@ def read_progress(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def edit_progress(file: Path) -> Iterator[dict[str, Any]]:
-    """Return a context manager that yields the contents as a dict to edit in place, and writes them when it exits.
+    """Return a context manager that yields the contents of a progress.json as a dict, and writes them when it exits.
 
-    It holds a lock on the file. Raises UserError if the file is damaged.
+    The caller edits the dict in place. A lock on the file excludes other processes meanwhile. Raises UserError if the
+    file is damaged.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file.parent / ".lock", "w") as lock:

@@ -37,12 +37,12 @@ def register_recording_backend(
     group_name: str = "torch",
     wait_function: WaitFunction | None = None,
 ) -> str:
-    """Register the backend "recorded" with torch and return its name. Call it once, before groups exist.
+    """Register the backend "recorded" with torch, whose groups record every operation; return "recorded".
 
-    meter: receives a record of each operation. status: receives each launch and wait; a new `OperationTracker` if None.
-    group_name: the name in the records of every group without a description; a description is appended to it.
-    wait_function: called with a work handle and a timeout to wait for an operation, so that the caller can make a wait
-    interruptible; None for torch's own wait.
+    Call this once, before groups exist. meter: receives a record of each operation. status: receives each launch and
+    wait; None: a new `OperationTracker`. group_name: the groups' name in the records; the description of a group, if it
+    has one, is appended. wait_function: called with a work handle and a timeout to wait for an operation, so that the
+    caller can make waits interruptible; None: torch's own wait.
     """
     status = status if status is not None else OperationTracker()
 
@@ -107,12 +107,12 @@ def _reduce_op_name(opts) -> str:
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A torch process group that records every operation and passes it to the process group `inner`.
+    """A torch process group that records every operation and passes it on to another process group, `inner`.
 
-    torch calls its methods, whose arguments and results are those of `torch.distributed.ProcessGroup`. ranks: ascending
-    global ranks. meter: receives a record of each operation. status: receives each launch and wait. group_name: the
-    group's name in the records. name: torch's name of the group. wait: called with a work handle and a timeout to wait
-    for an operation.
+    torch calls its methods, whose arguments and results are those of `dist.ProcessGroup`. ranks: ascending global
+    ranks. meter: receives a record of each operation. status: receives each launch and wait. group_name: the group's
+    name in the records. name: torch's name of the group. wait: called with a work handle and a timeout to wait for an
+    operation.
     """
 
     def __init__(
@@ -188,51 +188,73 @@ class RecordingGroup(dist.ProcessGroup):
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
-        """Reduce each tensor over the ranks in place, on all ranks; record one "all_reduce" per tensor."""
+        """All-reduce each of `tensors` in place through the inner group; record an "all_reduce" for each.
+
+        Returns a `dist.Work`.
+        """
         return self._run(
             "all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts), detail=_reduce_op_name(opts)
         )
 
     def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
-        """Reduce the tensors over the ranks in place, in one call; record one "all_reduce" per tensor."""
+        """All-reduce all `tensors` in place, in one call of the inner group; record an "all_reduce" for each.
+
+        Returns a `dist.Work`.
+        """
         return self._run(
             "all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts), detail=_reduce_op_name(opts)
         )
 
     def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
-        """Overwrite the tensors on all ranks with those of group rank `opts.rootRank`; record one "broadcast" per
-        tensor."""
+        """Broadcast `tensors` from group rank `opts.rootRank` through the inner group; record a "broadcast" for each.
+
+        Returns a `dist.Work`.
+        """
         return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._root(opts))
 
     def reduce(self, tensors, opts=c10d.ReduceOptions()):
-        """Reduce the tensors over the ranks into those of group rank `opts.rootRank`; record one "reduce" per
-        tensor."""
+        """Reduce `tensors` to group rank `opts.rootRank` through the inner group; record a "reduce" for each tensor.
+
+        Returns a `dist.Work`.
+        """
         return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._root(opts))
 
     def barrier(self, opts=c10d.BarrierOptions()):
-        """Wait until every rank has called it; record it as an operation of 0 bytes."""
+        """Run the inner group's barrier and record a "barrier" of 0 bytes. Returns a `dist.Work`."""
         return self._run("barrier", [torch.empty(0)], lambda: self._inner.barrier(opts))
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        """Write the tensor of rank i to `outputs[0][i]` on every rank; record it with the elements of all outputs."""
+        """Copy the input of rank i to `outputs[0][i]` of every rank through the inner group; record an "all_gather".
+
+        The record counts the elements of all outputs. Returns a `dist.Work`.
+        """
         numel = sum(part.numel() for part in outputs[0])
         return self._run("all_gather", inputs, lambda: self._inner.allgather(outputs, inputs, opts), numel=numel)
 
     def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        """Gather several tensors in one call; record one "all_gather" per input, with its gathered size."""
+        """All-gather several tensors in one call of the inner group; record an "all_gather" for each input.
+
+        The records count the elements of the gathered tensors. Returns a `dist.Work`.
+        """
         # The gathered tensor is counted: meta tensors stand for results that exist only as lists of parts.
         whole = [torch.empty(self.size() * x.numel(), dtype=x.dtype, device="meta") for x in inputs]
         return self._run("all_gather", whole, lambda: self._inner.allgather_coalesced(outputs, inputs, opts))
 
     def all_gather_single(self, output, input, opts=c10d.AllgatherOptions()):
-        """Concatenate the `input` of all ranks, in rank order, into `output`; record it."""
+        """Concatenate `input` of all ranks into `output` through the inner group; record an "all_gather".
+
+        Returns a `dist.Work`.
+        """
         call = getattr(self._inner, "all_gather_single", None) or self._inner._allgather_base
         return self._run("all_gather", [output], lambda: call(output, input, opts))
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        """Run `all_gather_single` on several tensors in one call; record one "all_gather" per output."""
+        """All-gather several tensors in one call of the inner group; record an "all_gather" for each of `outputs`.
+
+        Returns a `dist.Work`.
+        """
         call = getattr(self._inner, "all_gather_single_coalesced", None) or self._inner.allgather_into_tensor_coalesced
         return self._run("all_gather", outputs, lambda: call(outputs, inputs, opts))
 
@@ -242,7 +264,10 @@ class RecordingGroup(dist.ProcessGroup):
     # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
-        """Reduce `inputs[0][i]` over the ranks into the output of rank i; record it with the elements of all inputs."""
+        """Reduce `inputs[0][i]` of all ranks into the output of rank i through the inner group.
+
+        Records a "reduce_scatter" with the elements of all inputs. Returns a `dist.Work`.
+        """
         numel = sum(part.numel() for part in inputs[0])
         return self._run(
             "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts),
@@ -250,12 +275,18 @@ class RecordingGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
-        """Reduce `input` over the ranks into `output`, this rank's equal part of the result; record it."""
+        """Reduce `input` over the ranks through the inner group; write part i of the result to `output` of rank i.
+
+        Parts are equal. Records a "reduce_scatter". Returns a `dist.Work`.
+        """
         call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
         return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_reduce_op_name(opts))
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
-        """Run `reduce_scatter_single` on several tensors in one call; record one "reduce_scatter" per input."""
+        """Reduce-scatter several tensors in one call of the inner group; record a "reduce_scatter" for each input.
+
+        Returns a `dist.Work`.
+        """
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
@@ -267,9 +298,10 @@ class RecordingGroup(dist.ProcessGroup):
     # -- all-to-all, gather and scatter --------------------------------------------------------------------------------
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
-        """Send consecutive parts of `input` to the ranks, and fill `output` with the parts that they send; record it.
+        """Send part j of `input` to rank j through the inner group; part i of `output` comes from rank i.
 
-        The splits are lengths along dimension 0, one per rank; empty lists mean equal parts.
+        Records an "all_to_all". output_splits, input_splits: number of rows of each part; empty for equal parts.
+        Returns a `dist.Work`.
         """
         call = getattr(self._inner, "all_to_all_single", None) or self._inner.alltoall_base
         row = input[0].numel() if input.dim() and input.shape[0] else 0
@@ -281,8 +313,10 @@ class RecordingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
-        """Send `inputs[i]` to rank i and receive its tensor into `outputs[i]`; record one "all_to_all" for all
-        tensors."""
+        """Send `inputs[i]` to rank i and receive `outputs[i]` from rank i through the inner group.
+
+        Records one "all_to_all" for all tensors. Returns a `dist.Work`.
+        """
         splits = [part.numel() for part in inputs]
         return self._run(
             "all_to_all", inputs[:1], lambda: self._inner.alltoall(outputs, inputs, opts),
@@ -290,11 +324,17 @@ class RecordingGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
-        """Collect the inputs of all ranks in `outputs` on the group rank `opts.rootRank`; record it."""
+        """Collect the inputs of all ranks on group rank `opts.rootRank` through the inner group; record a "gather".
+
+        outputs: on the root, one list with a tensor per rank. Returns a `dist.Work`.
+        """
         return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), **self._root(opts))
 
     def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
-        """Send one of `inputs` to each rank from the group rank `opts.rootRank`; record it."""
+        """Send a tensor of `inputs` of rank `opts.rootRank` to each rank through the inner group; record a "scatter".
+
+        inputs: on the root, one list with a tensor per group rank. Returns a `dist.Work`.
+        """
         return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), **self._root(opts))
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -304,28 +344,33 @@ class RecordingGroup(dist.ProcessGroup):
         return self._run(kind, tensors, call, channel=channel)
 
     def send(self, tensors, peer, tag=0):
-        """Send the tensors to group rank `peer`; record it."""
+        """Send `tensors` to group rank `peer` through the inner group; record a "send". Returns a `dist.Work`."""
         return self._transfer("send", tensors, peer, tag, lambda: self._inner.send(tensors, peer, tag))
 
     def recv(self, tensors, peer, tag=0):
-        """Receive the tensors from group rank `peer`; record it as an operation that sends nothing."""
+        """Receive `tensors` from group rank `peer` through the inner group; record a "recv", which sends 0 bytes.
+
+        Returns a `dist.Work`.
+        """
         return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors, tag=0):
-        """Receive the tensors from any rank. Not recorded: the sender is unknown, and this rank sends nothing."""
+        """Receive `tensors` from any rank through the inner group. Returns a `dist.Work`.
+
+        Nothing is recorded: the sender is unknown, and this rank sends nothing.
+        """
         # The peer is unknown, so there is no channel for the operation, which sends nothing.
         return self._inner.recv_anysource(tensors, tag)
 
     # -- the group itself ---------------------------------------------------------------------------------------------
 
     def getBackendName(self):
-        """Return "recorded", the name under which the backend is registered with torch."""
+        """Return "recorded", the name of the backend in torch."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        """torch's name of this group, unique in the job. torch does not set it for a group from a registered
-        backend."""
+        """The unique name under which torch knows this group; torch does not set it for registered backends."""
         return self._name
 
     def _set_sequence_number_for_group(self):
@@ -336,5 +381,5 @@ class RecordingGroup(dist.ProcessGroup):
         self._inner.shutdown()
 
     def abort(self):
-        """Abort the operations and connections of the inner group."""
+        """Abort the operations of the inner group and close its connections."""
         self._inner.abort()

@@ -25,9 +25,10 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class RemoteFolder:
-    """The checkpoints in the remote folder at `url`. Raises UserError if fsspec or its driver for the URL is missing.
+    """The folder at `url` with copies of a run's checkpoints, on any file system that fsspec knows, such as s3://.
 
-    The methods raise the exceptions of the driver if the remote file system fails.
+    Raises UserError if fsspec or its driver for the URL is missing. The methods raise the driver's exceptions if the
+    remote file system fails.
     """
 
     def __init__(self, url: str):
@@ -45,7 +46,7 @@ class RemoteFolder:
         self.url = url
 
     def complete_steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, ascending; [] if the folder does not exist."""
+        """Return the steps whose remote checkpoint is complete, ascending; [] if the remote folder does not exist."""
         return [step for step in self._all_steps() if self._files.exists(self._path(step, INDEX_NAME))]
 
     def _all_steps(self) -> list[int]:
@@ -56,17 +57,21 @@ class RemoteFolder:
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
     def upload(self, folder: Path, step: int) -> None:
-        """Copy the files of a complete local checkpoint, the index last; replaces an earlier copy of this step."""
+        """Copy the complete local checkpoint `folder` to the remote folder as the checkpoint of `step`. Blocks.
+
+        An earlier remote checkpoint of this step is deleted first. The index is copied last, so that a remote
+        checkpoint with an index is complete.
+        """
         self.delete(step)
         self._files.makedirs(self._path(step), exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == INDEX_NAME):
             self._files.put_file(str(file), self._path(step, file.name))
 
     def download(self, step: int, root: Path) -> Path:
-        """Copy the remote checkpoint of a step into the local folder `root`, verify its checksums, and return its
-        folder there.
+        """Copy the remote checkpoint of `step` into `root`, a local folder of checkpoints; return its new folder.
 
-        Raises DamagedError if a checksum is wrong, and then deletes the copy.
+        Also restores the run's configuration file beside `root` if it is missing. Raises DamagedError if a checksum is
+        wrong; then no copy is left.
         """
         partial = folders.checkpoint_folder(root, step, ".partial")
         folders.create_partial_folder(partial)
@@ -86,10 +91,9 @@ class RemoteFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune(self, keep: int, keep_every: int = 0) -> None:
-        """Delete remote checkpoints, except the newest `keep` and those of steps that are multiples of `keep_every` (0:
-        none).
+        """Delete old remote checkpoints: all but the newest `keep` and those whose step is a multiple of `keep_every`.
 
-        Also deletes incomplete checkpoints, which interrupted uploads have left.
+        keep_every: 0 for no such steps. Also deletes incomplete checkpoints, which interrupted uploads have left.
         """
         complete = self.complete_steps()
         kept = {*complete[-keep:], *(step for step in complete if keep_every and step % keep_every == 0)}
@@ -98,7 +102,7 @@ class RemoteFolder:
                 self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step, its index first; does nothing if there is none."""
+        """Delete the remote checkpoint of a step, its index first. Does nothing if there is none."""
         for path in (self._path(step, INDEX_NAME), self._path(step)):
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
@@ -108,11 +112,11 @@ class RemoteFolder:
 
 
 def fetch_newer_checkpoint(config: Config) -> str | None:
-    """Download the newest intact remote checkpoint if the run folder has no newer one; return a note about it.
+    """Download the newest intact remote checkpoint if it is newer than the run folder's; return a note on that.
 
-    One process calls it, before the run folder is opened. Returns None if there was nothing to download, if
-    `checkpoint.remote` is not set, or if `checkpoint.resume` names another checkpoint. Raises UserError if the remote
-    folder cannot be read or `config.folder` is not set.
+    Called by one process, before the run folder is opened. Returns None if there was nothing to download, if
+    `checkpoint.remote` is not set, or if `checkpoint.resume` names a checkpoint to resume from. Raises UserError if the
+    remote folder cannot be read or `config.folder` is not set.
     """
     how = config.checkpoint
     if how.remote is None or how.resume not in (None, AUTO):
@@ -140,34 +144,38 @@ def fetch_newer_checkpoint(config: Config) -> str | None:
 
 
 class CheckpointUploader(Observer):
-    """Uploads each complete checkpoint in the background, and keeps as many in the remote folder as in the local one.
+    """Observer of a run that copies each complete checkpoint to the remote folder, in a background thread on rank 0.
 
-    A failed upload is noted and does not end the run; the next save uploads its own checkpoint. At most one upload is
-    in flight and one waits; a newer checkpoint replaces the waiting one. `on_end` waits for both.
+    config: names the remote folder (`remote`) and how many checkpoints to keep in it: after each upload, older ones are
+    deleted. A failed upload is noted and does not end the run. At most one upload is in flight and one waits; a newer
+    checkpoint replaces the waiting one.
     """
 
-    def __init__(self, how: CheckpointConfig):
-        self._how, self._remote = how, RemoteFolder(how.remote)
+    def __init__(self, config: CheckpointConfig):
+        self._config, self._remote = config, RemoteFolder(config.remote)
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._waiting: tuple[int, Path] | None = None
         self._changed, self._is_uploading, self._is_closed = threading.Condition(), False, False
         self._thread: threading.Thread | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Start the thread that uploads, on rank 0."""
+        """On rank 0, start the uploading thread; delete the hard links to checkpoints that an interrupted run left."""
         self._folder, self._is_first = trainer.folder, trainer.world.rank == 0
         if self._is_first:
+            self._delete_links()
             self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
             self._thread.start()
 
     def before_step(self, trainer: Trainer) -> None:
-        """Send a note about each upload that has failed since the last call."""
+        """Send a note to all observers about each upload that has failed since the last call."""
         while not self._failures.empty():
             trainer.send_note(self._failures.get())
 
     def on_checkpoint(self, path: Path) -> None:
-        """On rank 0: queue the checkpoint for upload, replacing one still in the queue. Does not wait for the
-        upload."""
+        """On rank 0, queue the checkpoint at `path` for upload, in place of any that still waits; return at once.
+
+        The queue has hard links to the files, because the trainer may delete the checkpoint before it is uploaded.
+        """
         if self._is_first:
             # Hard links: the trainer may delete the checkpoint before it is uploaded.
             step = folders.parse_step(path)
@@ -181,20 +189,22 @@ class CheckpointUploader(Observer):
                 self._changed.notify_all()
 
     def on_end(self, trainer: Trainer, summary: dict) -> None:
-        """Wait until all queued uploads have ended, and send a note about each that has failed."""
+        """Wait until all queued checkpoints are uploaded or have failed; send a note about each failure."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None and not self._is_uploading)
         self.before_step(trainer)
 
     def close(self) -> None:
-        """Stop the thread after the upload in flight, without waiting for it, and delete the links to queued
-        checkpoints."""
+        """Tell the thread to end after the upload in flight, without waiting; delete links to queued checkpoints."""
         if self._thread is not None:
             with self._changed:
                 self._is_closed = True
                 self._changed.notify_all()
-            for links in self._folder.glob("upload-*"):
-                shutil.rmtree(links, ignore_errors=True)
+            self._delete_links()
+
+    def _delete_links(self) -> None:
+        for links in self._folder.glob("upload-*"):
+            shutil.rmtree(links, ignore_errors=True)
 
     def _run(self) -> None:
         while True:
@@ -207,7 +217,7 @@ class CheckpointUploader(Observer):
                 (step, links), self._waiting, self._is_uploading = self._waiting, None, True
             try:
                 self._remote.upload(links, step)
-                self._remote.prune(self._how.keep, self._how.keep_every)
+                self._remote.prune(self._config.keep, self._config.keep_every)
             except Exception as error:
                 self._failures.put(
                     f"the checkpoint of step {step} was not copied to {self._remote.url}: {_describe(error)}. The run "

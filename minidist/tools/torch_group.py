@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def create_torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a plain torch group over gloo, and over nccl for CUDA tensors where torch has nccl and sees a GPU.
+    """Create a process group of torch's own backends: gloo for CPU tensors, nccl for CUDA tensors if there is a GPU.
 
     store: the rendezvous store of the group's ranks. rank: this rank's index in the group. timeout: the limit of each
     operation.

@@ -26,7 +26,7 @@ class StepResult:
     non-finite. update_successful: whether the optimizer updated the parameters. is_finite: whether loss and norm were
     finite. stop_requested: whether any rank asked for the end of the run. overflowed: whether scaled gradients
     overflowed on any rank, so that the step was skipped. checkpoint_written: whether all ranks have written their files
-    of the checkpoint in flight. regroup_requested: whether a rank asked to continue with other ranks (live recovery).
+    of the checkpoint in flight. regroup_requested: whether any rank asked to continue with more ranks (live recovery).
     is_local_loss_finite: whether the loss of this rank was finite. non_finite_parameters: the names of the parameters
     whose value or gradient is non-finite on this rank, in the order of the model; empty if `is_finite`.
     """
@@ -56,9 +56,10 @@ def agree_on_step(
     """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
-    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that
-    this rank counts; each element is counted by one rank. tokens: those of the global batch, the same on all ranks; if
-    0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without one.
+    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that this
+    rank counts; each element is counted by one rank. tokens: number of tokens in the loss of the global batch, the same
+    on all ranks; if 0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None
+    without one.
     """
     mine = [loss, squared_norm, float(stop_requested), *extra_values]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
@@ -85,9 +86,9 @@ def agree_on_step(
 class SkippedSteps:
     """Counts the steps skipped because the loss or a gradient was not finite, and ends the run after too many.
 
-    Steps that overflowed under loss scaling count apart, in the loss scaler. limit: the largest number of consecutive
-    skipped steps. all_gather_object: takes this rank's value and returns the values of all ranks. total: number of
-    skipped steps so far; consecutive: those since the last update.
+    limit: the largest number of consecutive skipped steps. scaler: the loss scaler; the steps that it skips for an
+    overflow are not counted here. None: no loss scaling. all_gather_object: takes this rank's value and returns the
+    values of all ranks. Attributes: total, the number of skipped steps; consecutive, those since the last update.
     """
 
     def __init__(self, limit: int, scaler: LossScaler | None, all_gather_object: GatherObjects):
@@ -95,9 +96,9 @@ class SkippedSteps:
         self._limit, self._scaler, self._all_gather_object = limit, scaler, all_gather_object
 
     def add_step(self, result: StepResult, step: int, describe_last_checkpoint: Callable[[], str]) -> str | None:
-        """Collective: count the step; return the note about it if it was skipped, else None, the same on all ranks.
+        """Collective: count the step if it was not finite; then return a line about it for the log, otherwise None.
 
-        step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of a RunError.
+        step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of the RunError.
         Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
         finite, or the loss scaler is exhausted.
         """

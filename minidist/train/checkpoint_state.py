@@ -20,7 +20,7 @@ def _prefix(engine: Engine) -> str:
 
 
 def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
-    """Yield this rank's shards of all parameters, buffers and optimizer states, and of the states of the merger."""
+    """Yield this rank's `TensorShard`s of parameters, buffers, optimizer states and the replica merger's states."""
     rank, reducer, prefix = engine.groups.world.rank, engine.reducer, _prefix(engine)
     tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
@@ -45,7 +45,7 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
         shape = tuple(buffer.shape)
         yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, is_saved_here=rank == holders[0])
     if engine.merger is not None:
-        for kind, name, tensor in engine.merger.states():
+        for kind, name, tensor in engine.merger.outer_states():
             for shard in make_tensor_shards(kind, reducer.master_specs[name], tensor, rank):
                 yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
         first = engine.control.rank == 0
@@ -55,8 +55,8 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:
     """Create the optimizer states that a checkpoint contains, as zeros, so that they can be loaded in place.
 
-    engine: its optimizer gets the states. tensors: the checkpoint's tensors, by name. A new optimizer would create
-    states in its first step only. A parameter that was never used has no state in the checkpoint, and gets none.
+    engine: its optimizer gets the states, which it would otherwise create in its first step. tensors: the checkpoint's
+    tensors, by name. A parameter that was never used has no state in the checkpoint, and gets none.
     """
     prefix = _prefix(engine)
     for stored, tensor in tensors.items():
@@ -71,10 +71,10 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) 
             engine.optimizer.state[master][kind.removeprefix(OPTIMIZER)] = made
 
 
-def find_non_finite(engine: Engine) -> list[str]:
-    """Return the name of the first of this rank's tensors to save that is not finite, in a list; [] if all are finite.
+def find_first_non_finite(engine: Engine) -> list[str]:
+    """Return [name] of the first non-finite tensor that this rank has of a checkpoint; [] if all are finite.
 
-    Reads the state once, as a save does, and waits for the GPU once: the largest magnitude of a tensor with NaN is NaN.
+    Reads all tensors once and waits for the GPU once: the largest magnitude of a tensor with NaN is NaN.
     """
     shards = [shard for shard in checkpoint_shards(engine) if shard.tensor.is_floating_point() and shard.box.numel]
     largest = [shard.tensor.detach().norm(math.inf).double() for shard in shards]

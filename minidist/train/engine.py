@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minidist.comm import Groups, all_reduce
 from minidist.config import OptimConfig
+from minidist.consistency.asynchronous import AsynchronousReducer
 from minidist.data.loader import Batch
 from minidist.parallelize import ParallelModel
 from minidist.parameters import named_parameters
@@ -31,11 +32,12 @@ from minidist.train.agree import StepResult, agree_on_step
 from minidist.train.forward_backward import ForwardBackward
 from minidist.train.loss import all_reduce_token_count
 from minidist.train.optimizer import make_optimizer, set_learning_rate
+from minidist.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks agreed on in a step. step: its number, from 0. use_counts: for `GradientReducer.mark_unused`."""
+    """All ranks' decision about a step. step: its number, from 0. use_counts: for `GradientReducer.exclude_unused`."""
 
     step: int
     result: StepResult
@@ -48,21 +50,26 @@ class Engine:
     parallel: the model as `parallelize` returned it. groups: the process groups as `comm.bind` returned them. optim:
     the options of the optimizer, which the engine creates. seed: the seed of dropout.
 
-    Live recovery reads after a failed step: completed_steps, the number of steps that the masters and the optimizer
-    states include, None within an update; decision, the last agreement.
+    Attributes for live recovery after a failed step: completed_steps, the number of steps whose updates the masters and
+    optimizer states contain, None during an update; decision, the ranks' last `Decision`.
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, optim: OptimConfig, seed: int):
         self.model, self.specs = parallel.model, parallel.specs
         self.reducer, self.scaler, self.merger = parallel.reducer, parallel.scaler, parallel.merger
         self.groups, self.optim, self.parallel = groups, optim, parallel
-        self.control = groups["control" if self.merger is None else "replica"]
+        self.control = groups["replica" if "replica" in groups else "control"]
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
         exchanged = "matrices" in groups  # Muon needs full matrices of sharded parameters
         self.optimizer = make_optimizer(
             optim, self.reducer.masters, self.reducer.master_specs, groups["matrices"] if exchanged else None
         )
+        self.worker = self.reducer if isinstance(self.reducer, AsynchronousReducer) else None
+        if self.worker is not None:
+            self.worker.run_optimizer = lambda step: self._run_optimizer(
+                learning_rate(optim, step, self.worker.num_steps), step
+            )
         self.completed_steps: int | None = 0
         self.decision: Decision | None = None
         self._awaited_decision: tuple[int, float] | None = None  # step and learning rate
@@ -74,21 +81,25 @@ class Engine:
         lr: float,
         *,
         data_weight: float = 1.0,
+        global_tokens: float = 0.0,
         is_stop_requested: Callable[[], bool] = lambda: False,
         checkpoint_written: bool = True,
         regroup_requested: bool = False,
         on_gradients_reduced: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Collective: train on this rank's part of the global batch of step number `step`.
+        """Collective: train on this rank's part of the global batch of step number `step`; return the outcome.
 
-        step: from 0. micro_batches: this rank's. lr: the learning rate. data_weight: the weight of this rank's
-        data in the loss. is_stop_requested: returns whether this rank asks for the end of the run; called when the
-        gradients are reduced. checkpoint_written: whether this rank has written its file of the checkpoint in flight.
-        regroup_requested: whether this rank asks to continue with other ranks. on_gradients_reduced: called before the
-        gradients are clipped. Raises CommError if a collective failed; before the agreement no rank has updated
-        anything then.
+        step: from 0. micro_batches: this rank's. lr: the learning rate. data_weight: the weight of this rank's data in
+        the loss. global_tokens: of an asynchronous worker, the weighted number of tokens of the global batch.
+        is_stop_requested: returns whether this rank asks for the end of the run; called when the gradients are reduced.
+        checkpoint_written: whether this rank has written its file of the checkpoint in flight. regroup_requested:
+        whether this rank asks to continue with more ranks. on_gradients_reduced: called before the
+        gradients are clipped. Raises CommError if a collective failed; if the ranks had not agreed yet, none has
+        updated anything.
         """
         self.model.train()
+        if self.worker is not None:
+            self.worker.begin_step(step)
         micro_batches = self.forward_backward.shard_sequences(micro_batches)
         count = all_reduce_token_count(
             [batch.num_loss_tokens for batch in micro_batches], data_weight, self.groups["loss"]
@@ -105,27 +116,33 @@ class Engine:
         if self.merger is not None:
             with self.groups.meter.span("merge"):
                 tokens = result.num_tokens if result.update_successful else 0.0
-                merged, stop_requested, checkpoint_written = self.merger.end_step(
+                merged, stop_requested, checkpoint_written = self.merger.merge_if_due(
                     step, tokens, result.stop_requested, result.checkpoint_written
                 )
             result = replace(result, stop_requested=stop_requested, checkpoint_written=checkpoint_written)
+        if self.worker is not None:
+            with self.groups.meter.span("exchange"):
+                share = result.num_tokens / global_tokens if result.update_successful else 0.0
+                stop, written = self.worker.exchange(step, share, result.stop_requested, result.checkpoint_written)
+            result = replace(result, stop_requested=stop, checkpoint_written=written)
         if merged or result.update_successful:
             with self.groups.meter.span("gather"):
-                self.reducer.after_load() if merged else self.reducer.gather_params()
+                gather = self.reducer.after_load if merged else self.reducer.gather_params
+                gather()
         self.reducer.clear_gradients()
         return result
 
-    def catch_up(self, decision: Decision) -> None:
-        """Update as other ranks have agreed to in `decision`, if this rank failed while it waited for the agreement.
+    def apply_missed_update(self, decision: Decision) -> None:
+        """Make the update of `decision`, if this rank failed while it waited for that decision; otherwise do nothing.
 
-        An agreement that reached one rank had the reduced gradients of all ranks behind it, so every rank can still
-        update. Muon cannot: its update exchanges matrices between the ranks.
+        The decision reached another rank, so the gradients of all ranks had been reduced, and this rank has its part of
+        them. Does nothing with Muon, whose update exchanges matrices between the ranks.
         """
         if self._awaited_decision is None or self._awaited_decision[0] != decision.step or "matrices" in self.groups:
             return
         if self.scaler is not None and decision.result.num_tokens > 0:
             self.scaler.update(decision.result.overflowed)
-        self.reducer.mark_unused(decision.use_counts)
+        self.reducer.exclude_unused(decision.use_counts)
         self.decision = decision
         self._carry_out(decision, self._awaited_decision[1])
 
@@ -134,7 +151,7 @@ class Engine:
         self._awaited_decision = self.completed_steps = None
         if decision.result.update_successful:
             with self.groups.meter.span("optimizer"):
-                self.update(lr, decision.result.grad_norm, decision.step)
+                self.clip_and_update(lr, decision.result.grad_norm, decision.step)
         self.completed_steps = decision.step + 1
 
     def finish_reductions_and_unscale(self) -> None:
@@ -166,14 +183,14 @@ class Engine:
         )
         result = replace(result, checkpoint_written=saved_ranks == control.size, regroup_requested=regroups > 0)
         self.decision = Decision(step, result, tuple(use_counts))
-        self.reducer.mark_unused(use_counts)
+        self.reducer.exclude_unused(use_counts)
         if result.is_finite:
             return result
-        return replace(result, non_finite_parameters=tuple(self.find_non_finite_parameters()))
+        return replace(result, non_finite_parameters=tuple(self._find_non_finite_parameters()))
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: of the ranks that hold an element, one counts it."""
-        rank, specs = self.groups.world.rank, self.reducer.master_specs
+        rank, specs = self.groups.world.rank, self.specs | self.reducer.master_specs
         grads = [
             grad for name, grad in self.reducer.gradients().items() if grad is not None and specs[name].owner == rank
         ]
@@ -182,8 +199,8 @@ class Engine:
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         return float(torch.stack(torch._foreach_norm(grads, dtype=wide)).double().square().sum())
 
-    def update(self, lr: float, grad_norm: float, step: int) -> None:
-        """Clip the gradients as torch's `clip_grad_norm_` does, then run the optimizer.
+    def clip_and_update(self, lr: float, grad_norm: float, step: int) -> None:
+        """Clip the gradients as torch's `clip_grad_norm_` does, then run the optimizer and copy masters to parameters.
 
         lr: the learning rate of this step. grad_norm: the global norm. step: the number of the step, from 0, which
         seeds stochastic rounding.
@@ -192,6 +209,10 @@ class Engine:
             factor = self.optim.clip_norm / (grad_norm + 1e-6)
             if factor < 1.0:
                 self.reducer.scale_gradients(factor)
+        if self.worker is None:
+            self._run_optimizer(lr, step)
+
+    def _run_optimizer(self, lr: float, step: int) -> None:
         set_learning_rate(self.optimizer, lr)
         for group in self.reducer.groups_to_update():
             self.reducer.attach_grads(group)
@@ -206,15 +227,16 @@ class Engine:
     ) -> float | None:
         """Collective: return the mean token loss of all ranks' batches, in nats; NaN without any token.
 
-        batches: this rank's, no larger than its micro-batches in training, so that evaluation needs no more
-        memory. Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is
-        called after every `batches_at_once` batches. Leaves the model in evaluation mode.
+        batches: this rank's, no larger than its micro-batches in training, so that evaluation needs no more memory.
+        Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is called after
+        every `batches_at_once` batches (None: after all). Leaves the model in evaluation mode.
         """
         self.model.eval()
         loss_sum = count = 0.0
         at_once = batches_at_once or len(batches) or 1
         for start in range(0, len(batches), at_once):
-            sums = [*self.forward_backward.sum_losses(batches[start : start + at_once]), float(is_stop_requested())]
+            sums = self.forward_backward.sum_losses_and_tokens(batches[start : start + at_once])
+            sums.append(float(is_stop_requested()))
             total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
             all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
             part_sum, part_count, stops = total.tolist()
@@ -223,7 +245,7 @@ class Engine:
                 return None
         return loss_sum / count if count else math.nan
 
-    def find_non_finite_parameters(self) -> list[str]:
+    def _find_non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters, in the model's order, whose local value or gradient is non-finite."""
         values, gradients = self.reducer.checkpoint_tensors(), self.reducer.gradients()
         seen = {name: (values.get(name), gradients.get(name)) for name in self.parameters}

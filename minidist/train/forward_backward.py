@@ -48,9 +48,9 @@ class ForwardBackward:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def shard_sequences(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return each batch with this rank's positions of every sequence only (context parallelism).
+        """Return the batches with only this rank's positions of each sequence (context parallelism).
 
-        The labels of a batch are already shifted. Without context parallelism, the batches are returned as they are.
+        The labels of a batch are already shifted. Without context parallelism, the batches are returned unchanged.
         """
         if self._mesh.cp == 1:
             return list(batches)
@@ -70,7 +70,7 @@ class ForwardBackward:
     def run_micro_batches(self, step: int, batches: Sequence[Batch], weight: float, count: AsyncSum) -> float | Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the loss, () in nats.
 
-        step: the number of the step, of which dropout masks are a function. batches: the micro-batches, as
+        step: the number of the step, which determines the dropout masks. batches: the micro-batches, as
         `shard_sequences` returned them. weight: the weight of this rank's data in the loss. count: the token count of
         the global batch, by which the loss is divided.
         """
@@ -139,7 +139,7 @@ class ForwardBackward:
     # -- without gradients --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sum_losses(self, batches: Sequence[Batch]) -> list[float]:
+    def sum_losses_and_tokens(self, batches: Sequence[Batch]) -> list[float]:
         """Return [sum of the token losses in nats, number of these tokens] of this rank, without gradients.
 
         batches: this rank's, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.

@@ -41,7 +41,7 @@ def all_reduce_token_count(counts: Iterable[int], weight: float, group: Group) -
 
 
 def backward(loss_sums: Iterable[Tensor], weight: float, count: AsyncSum) -> float | Tensor:
-    """Run backward of this rank's part of the loss; returns that part, () in nats, or 0.0 without any loss.
+    """Run backward of this rank's part of the loss; return that part, () in nats, or 0.0 without any loss.
 
     loss_sums: for each micro-batch the sum of its token losses, (); a lazy iterable, so that the activations of one
     micro-batch are freed before the next forward. weight: w_i, as given to `all_reduce_token_count`. count: what

@@ -14,8 +14,7 @@ from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_ow
 class ShardedMatrices:
     """Applies a function to full matrices sharded over a group: each matrix is assembled on one rank, its owner.
 
-    The owner applies the function and sends every holder of the matrix its shard of the result. The constructor is
-    collective.
+    The owner applies the function and sends each rank its shard of the result. The constructor is collective.
 
     matrices: by name, the specs of the matrices of which this rank holds elements; possibly none. group: the ranks over
     which they are sharded. dtype: the shards' dtype; None on a rank that holds no element.
@@ -38,7 +37,7 @@ class ShardedMatrices:
             for held in self._boxes
         ]
         self.plan: MatrixPlan = assign_matrix_owners(shards)
-        self._senders = {name: self.plan.sender_ranks(name) for name in self.plan.holders}
+        self._senders = {name: self.plan.sender_ranks(name) for name in self.plan.holders_by_matrix}
 
     @torch.no_grad()
     def apply(
@@ -50,8 +49,8 @@ class ShardedMatrices:
         its boxes (index ranges, as in the specs) concatenated. names: the same on every rank, including matrices of
         which this rank holds no element.
         """
-        group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders if name in names]
-        to = {rank: [name for name in wanted if self.plan.owner[name] == rank] for rank in range(group.size)}
+        group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders_by_matrix if name in names]
+        to = {rank: [name for name in wanted if self.plan.owner_by_matrix[name] == rank] for rank in range(group.size)}
         sent = {rank: [shards[n] for n in to[rank] if me in self._senders[n]] for rank in to}
         received = self._all_to_all(
             sent,
@@ -66,7 +65,7 @@ class ShardedMatrices:
                     matrix[box.slices] = received[rank][at[rank] : at[rank] + box.numel].view(box.shape)
                     at[rank] += box.numel
             result = compute(matrix)
-            for rank in self.plan.holders[name]:
+            for rank in self.plan.holders_by_matrix[name]:
                 back[rank] += [result[box.slices].reshape(-1) for box in self._boxes[rank][name]]
         own = self._boxes[me]
         received = self._all_to_all(back, {rank: sum(self._numel(me, n) for n in to[rank] if n in own) for rank in to})
@@ -78,7 +77,7 @@ class ShardedMatrices:
         return results
 
     def _numel(self, rank: int, name: str) -> int:
-        shard = self.plan.holders[name].get(rank)
+        shard = self.plan.holders_by_matrix[name].get(rank)
         return 0 if shard is None else shard.numel
 
     def _all_to_all(self, sent: Mapping[int, list[Tensor]], numel: Mapping[int, int]) -> dict[int, Tensor]:

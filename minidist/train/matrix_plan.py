@@ -22,23 +22,23 @@ class MatrixShard:
 class MatrixPlan:
     """Which ranks hold each sharded matrix, and which rank, its owner, computes the update of the full matrix.
 
-    holders: the shards of each matrix: holders[name][rank]. owner: the owner's rank by name of the matrix. All ranks
-    are ranks in the group.
+    holders_by_matrix: for each matrix, by name, its shards by rank. owner_by_matrix: the owner of each matrix, by name.
+    All ranks are group ranks.
     """
 
-    holders: Mapping[str, Mapping[int, MatrixShard]]
-    owner: Mapping[str, int]
+    holders_by_matrix: Mapping[str, Mapping[int, MatrixShard]]
+    owner_by_matrix: Mapping[str, int]
 
     def sender_ranks(self, name: str) -> list[int]:
         """Return the ranks that send their shards of matrix `name` to the owner: the first holder of each shard."""
         first: dict[Hashable, int] = {}
-        for rank, shard in self.holders[name].items():
+        for rank, shard in self.holders_by_matrix[name].items():
             first.setdefault(shard.key, rank)
         return list(first.values())
 
 
 def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixPlan:
-    """Assign each matrix to an owner: the largest first, each to the rank that owns the fewest elements so far.
+    """Assign matrices to owners, the largest first, each to the rank that owns the fewest elements so far.
 
     shards: for every rank of the group, in rank order, its shard of each matrix by name.
     """

@@ -21,13 +21,12 @@ _RMS_OF_ADAMW = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """An optimizer that updates the parameter groups with `shapes` by Muon, and all others by AdamW.
+    """An optimizer that updates parameter groups with the key "shapes" by Muon, and all others by AdamW.
 
-    groups: parameter groups as in torch. A group for Muon has in addition `shapes` (of the full matrices, as a
-    parameter may be flat), `names` (if matrices are sharded), `momentum`, and `steps` (Newton-Schulz iterations).
-    exchange: applies the orthogonalisation to full matrices if they are sharded over ranks, else None; in the sharded
-    case `steps` is the number of Newton-Schulz iterations. adamw: AdamW's arguments. The momentum is sharded like the
-    parameters.
+    groups: parameter groups as in torch. Muon's also have "shapes" (of the full matrices, as a parameter may be flat),
+    "momentum", and "steps" (Newton-Schulz iterations) or, if matrices are sharded, "names". exchange: applies a
+    function to full matrices that are sharded over ranks; None if none is. steps: Newton-Schulz iterations for sharded
+    matrices. adamw: AdamW's arguments. The momentum is sharded like the parameters.
     """
 
     def __init__(self, groups: Iterable[dict], exchange: ShardedMatrices | None = None, steps: int = 5, **adamw):
@@ -46,8 +45,9 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None, names: Collection[str] = ()) -> None:
         """Update every parameter that has a gradient; gradients are not modified.
 
-        closure: as in torch. names: the parameters that at least one rank updates in this call. Only needed if matrices
-        are sharded: then the call is collective, and a rank that holds no element of a matrix must call it too.
+        closure: as in torch. names: the names of the matrices that at least one rank updates in this call. Only needed
+        if matrices are sharded: then the call is collective, and a rank that holds no element of a matrix must call it
+        too.
         """
         groups = self.param_groups
         muon = [group for group in groups if group["shapes"] is not None]
@@ -94,9 +94,10 @@ def _apply(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dic
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Orthogonalise a matrix (m, n) by `steps` Newton-Schulz iterations in its own dtype: singular values near 1.
+    """Return an approximately orthogonal matrix (m, n) with the singular vectors of `matrix`, in its dtype.
 
-    It is first divided by its norm, which bounds the singular values by 1, so that the iteration converges.
+    steps: Newton-Schulz iterations, which bring all singular values near 1. The matrix is first divided by its norm,
+    which bounds them by 1, so that the iteration converges.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # so that the Gram matrix has the smaller size

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class Observer:
     """Base class of observers, which receive the events of a run. Every method does nothing by default."""
 
-    def check(self, folder: Path) -> None:
-        """Raise UserError if this observer cannot write its files, or the run must not use its `folder`, which exists.
+    def check_folder(self, folder: Path) -> None:
+        """Raise UserError if this observer cannot write to the run's existing `folder`, or the run must not use it.
 
         Only rank 0 calls it, before the model is built.
         """
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Called once the trainer is built and has loaded the checkpoint to resume, if any; no step has run."""
+        """Called when the trainer is built and has loaded the checkpoint to resume, if any; before the first step."""
 
     def before_step(self, trainer: "Trainer") -> None:
         """Called before each step; `trainer.progress.step` is the number of completed steps."""
@@ -37,6 +37,9 @@ class Observer:
 
     def on_evaluation(self, step: int, loss: float) -> None:
         """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token."""
+
+    def before_save(self, trainer: "Trainer") -> None:
+        """Called before a checkpoint is saved; may raise RunError on all ranks to end the run without it."""
 
     def on_checkpoint(self, path: Path) -> None:
         """Called when a checkpoint is complete. path: its folder."""

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from minidist.train.trainer import Trainer
 
 
-class Regroup(Exception):
-    """Raised by `Trainer.run` on all ranks after a step, when the run can go on with more ranks."""
+class RegroupRequested(Exception):
+    """Raised by `Trainer.run` on all ranks after a step, if the run can go on with more ranks in new process groups."""
 
 
 class Recovery(ABC):
-    """What a process carries from one trainer to the next when ranks die and are replaced.
+    """Interface of live recovery: what a process keeps from trainer to trainer while ranks die and are replaced.
 
-    corpus: the training text, for every trainer of this process. connect_timeout_s: seconds after which the
-    creation of a process group fails: a rank may die meanwhile. is_after_failure: whether the run has lost or gained
-    ranks before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
+    corpus: the training text, for every trainer of this process. connect_timeout_s: seconds after which the creation of
+    a process group fails, as a rank may die meanwhile. is_after_failure: whether the run has lost or gained ranks
+    before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
     """
 
     corpus: Corpus
@@ -28,12 +28,12 @@ class Recovery(ABC):
 
     @abstractmethod
     def restore(self, trainer: "Trainer") -> bool:
-        """Collective: load the newest state in the memory of the ranks into a new trainer; False if there is none."""
+        """Collective: load the newest state in the ranks' memory into a new trainer; return whether there is one."""
 
     @abstractmethod
     def on_start(self, trainer: "Trainer") -> None:
-        """Collective: called when a trainer starts to train."""
+        """Called on all ranks when a trainer starts to train; may use collectives."""
 
     @abstractmethod
     def on_step(self, trainer: "Trainer") -> None:
-        """Collective: called when a step has been completed and reported."""
+        """Called on all ranks when a step has been completed and reported; may use collectives."""

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 def read_stored_config(index: "Index") -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, as TOML's values. index: the checkpoint's.
+    """Return the configuration of the run that wrote the checkpoint with this index, as TOML values.
 
-    Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
-    valid one.
+    Raises UserError if the checkpoint has no configuration (another program's); DamagedError if it is invalid.
     """
     if "config" not in index.state:
         raise UserError(f"{index.path} is a checkpoint, but not of a run of this trainer: its state has no config.")
@@ -28,10 +27,10 @@ def read_stored_config(index: "Index") -> dict[str, Any]:
 
 
 def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
-    """Raise UserError unless a run of `config` on `corpus` can continue from a checkpoint, whose index is given.
+    """Raise UserError unless a run of `config` on `corpus` can continue from the checkpoint with this index.
 
-    Raises DamagedError if the state in the index is not one that the trainer writes. If the checkpoint is of the last
-    step, there is nothing left to train: this is an error only if `config.checkpoint.resume` names a checkpoint.
+    Raises DamagedError if the state in the index is not one that the trainer writes. A checkpoint of the last step,
+    after which nothing is left to train, is an error only if `config.checkpoint.resume` names a checkpoint.
     """
     path, state = index.path, index.state
     before, now = read_stored_config(index), tomllib.loads(to_toml(config))

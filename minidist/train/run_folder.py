@@ -15,7 +15,7 @@ AUTO = Path("auto")  # the value of --checkpoint.resume for "the newest checkpoi
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, `path`, and the checkpoints to resume from, in the order to try them; none for a new run."""
+    """The folder of a run. checkpoints: those to resume from, in the order to try them; none for a new run."""
 
     path: Path
     checkpoints: tuple[Path, ...] = ()
@@ -60,13 +60,13 @@ def _create(folder: Path | None) -> Path:
 
 
 def find_checkpoints_folder(path: str | Path) -> Path:
-    """Return the `checkpoints` folder in run folder `path`; `path` itself if it has none."""
+    """Return the subfolder `checkpoints` of run folder `path`; `path` itself if it has none."""
     inner = Path(path) / CHECKPOINTS
     return inner if inner.is_dir() else Path(path)
 
 
 def find_run_folder(checkpoint: Path) -> Path | None:
-    """Return the run folder that contains a checkpoint, or None if it is not in one."""
+    """Return the run folder that contains a checkpoint, or None if no run folder does."""
     parent = checkpoint.resolve().parent
     return parent.parent if parent.name == CHECKPOINTS else None
 

@@ -21,8 +21,7 @@ from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import DamagedError, RunError, UserError, format_ranks
 from minidist.fault import checkpoint, folders
 from minidist.fault.checkpoint import CheckpointSaver
-from minidist.fault.digest import ReplicaCheck
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
@@ -30,8 +29,7 @@ from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
-from minidist.train.recovery import Recovery, Regroup
-from minidist.train.replicas import check_replicas
+from minidist.train.recovery import Recovery, RegroupRequested
 from minidist.train.resume import check_resumable
 from minidist.train.same_program import check_same_program
 from minidist.train.schedule import learning_rate
@@ -51,14 +49,14 @@ class Progress:
 def train(
     world: World, config: Config, observers: Sequence[Observer] = (), meter: Meter | None = None
 ) -> dict[str, Any]:
-    """Collective: train on this rank as the configuration says.
+    """Collective: train on this rank as the configuration says; return a summary.
 
-    observers, meter: see `Trainer`. Returns a summary: "step", the number of completed steps; "stopped", whether the
-    run was stopped before its last step; "stop_signal", the signal to stop that this rank received, or None; "folder";
-    if not stopped, "held_out_loss" in nats per token; and what observers add. Raises UserError if the run is
-    impossible, RunError if it fails.
+    observers, meter: see `Trainer`. The summary has "step", the number of completed steps; "stopped", whether the run
+    was stopped before its last step; "stop_signal", the signal to stop that this rank received, or None; "folder"; if
+    not stopped, "held_out_loss" in nats per token; and what observers add. Raises UserError if the run is impossible,
+    RunError if it fails.
     """
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         trainer = Trainer(world, config, observers, meter)
         try:
             return trainer.run(stop)
@@ -72,16 +70,15 @@ class Trainer:
     """One rank of a run. The constructor builds everything and, if asked, resumes; `run` trains.
 
     observers: receive the events of the run, in this order. meter: counts the communication; None for a meter that
-    keeps totals only. Attributes that observers read: progress; step_time_s, the duration of the last step in seconds,
-    with loading its data; skipped_steps, the count of steps without an update; resumed_from, the folder of the
-    checkpoint from which the run was resumed, or None; folder, the run's; start_notes, lines for the observers when
-    the run starts; reported_steps, the number of steps whose results the observers have received, in this process or
-    before; interrupted_step, the result of a completed step that they have not received, because a rank died; world,
-    config, mesh, groups, corpus, engine and recovery.
-    recovery: if given, dead ranks are replaced while the run goes on: the state may come from the memory of the ranks,
-    and `run` raises Regroup when ranks can be added.
-    If the constructor fails on one rank only (a file that this rank cannot read), it raises on all ranks, so that no
-    rank waits for the failed one.
+    keeps totals only. recovery: if given, dead ranks are replaced while the run goes on: the state may come from the
+    memory of the ranks, and `run` raises RegroupRequested when ranks can be added. If the constructor fails on one rank
+    (say, it cannot read a file), it raises on all ranks, so that none waits for it.
+
+    Observers read: progress; step_time_s, the duration of the last step in seconds, with loading its data;
+    skipped_steps, a `SkippedSteps`; resumed_from, the folder of the checkpoint from which the run was resumed, or None;
+    folder, the run's; start_notes, lines for the observers when the run starts; reported_steps, the number of steps
+    whose results the observers have received, in this process or before; interrupted_step, the result of a completed
+    step that they have not received, because a rank died; world, config, mesh, groups, corpus, engine and recovery.
     """
 
     def __init__(
@@ -134,13 +131,12 @@ class Trainer:
         self.progress, self.step_time_s = Progress(), 0.0
         gather = comm.bind_all_gather_object(self.engine.control)
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, gather)
-        self.stop_request: StopRequest | None = None
+        self.stop_request: StopSignalRecorder | None = None
         self.interrupted_step: StepResult | None = None
         self.resumed_from: Path | None = None
         self._saved_step: int | None = None  # of the last checkpoint that this process has completed
         if recovery is None or not recovery.restore(self):
             self.resumed_from = self._resume(checkpoints)
-        self._replica_check = ReplicaCheck(self.control, self.progress.step)
         self.engine.completed_steps = self.progress.step
         self.reported_steps = self.progress.step - (self.interrupted_step is not None)
 
@@ -171,10 +167,10 @@ class Trainer:
         run = run_folder.open_run_folder(self.config)
         try:
             for observer in self.observers:
-                observer.check(run.path)
+                observer.check_folder(run.path)
         except UserError:
             with contextlib.suppress(OSError):
-                run.path.rmdir()  # only if it is empty: this run has created it
+                run.path.rmdir()  # fails if anything is in it, so only an empty folder goes
             raise
         return run
 
@@ -196,10 +192,10 @@ class Trainer:
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def run(self, stop: StopRequest) -> dict[str, Any]:
+    def run(self, stop: StopSignalRecorder) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank has received a signal to stop; return `train`'s summary.
 
-        stop: the signal handler of this rank, inside its `with`. A stopped run saves a checkpoint first.
+        stop: this rank's signal handler, already entered with `with`. A stopped run saves a checkpoint first.
         """
         train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop
@@ -221,7 +217,7 @@ class Trainer:
                 recovery.on_step(self)
                 if result.regroup_requested and not stopped and self.progress.step < train.steps:
                     self._finish_save()
-                    raise Regroup
+                    raise RegroupRequested
         for observer in self.observers:
             observer.on_last_step(self)
         return self._finish(stopped and self.progress.step < train.steps)
@@ -248,6 +244,7 @@ class Trainer:
                 batches,
                 lr,
                 data_weight=weight,
+                global_tokens=self._count_global_tokens() if config.consistency.is_asynchronous else 0.0,
                 is_stop_requested=self._is_stop_requested,
                 checkpoint_written=self.saver.is_local_file_written,
                 regroup_requested=self.recovery is not None and self.recovery.is_regroup_requested,
@@ -255,6 +252,15 @@ class Trainer:
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
         self.step_time_s = time.perf_counter() - start
         return result
+
+    def _count_global_tokens(self) -> float:
+        """Return the weighted number of tokens of the next global batch, which each rank finds without the others."""
+        data, size, dp = self.config.data, self.config.train.global_batch, self.mesh.dp
+        parts = [
+            self.loader.micro_batches(self.progress.consumed_samples, size, at, dp, 1, data.shares) for at in range(dp)
+        ]
+        weights = data.weights or (1.0,) * dp
+        return sum(weight * batch.num_loss_tokens for weight, [batch] in zip(weights, parts, strict=True))
 
     def _report_step(self, result: StepResult) -> StepResult:
         """Tell the observers of the step just completed; evaluate and save if it is time to.
@@ -264,7 +270,7 @@ class Trainer:
         step, train, stopped = self.progress.step, self.config.train, result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
-        if note := self.skipped_steps.add_step(result, step, self._describe_last_checkpoint):
+        if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
         for observer in self.observers:
             observer.on_step(self, result)
@@ -273,17 +279,14 @@ class Trainer:
         if must_evaluate:
             stopped = self._evaluate() is None
         must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
-        digest_every = self.config.fault.digest_every
-        if _is_due(step, digest_every) or (digest_every and must_save):
-            self._check_replicas()
         if must_save:
             self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
         if (must_evaluate or must_save) and not last and not stopped:  # these can take longer than a step
             stopped = any(self.all_gather_object(self._is_stop_requested()))
             if stopped:
                 self._finish_save()
-            if stopped and self._saved_step != step:
-                self._save(wait=True, at_end=True)
+                if self._saved_step != step:
+                    self._save(wait=True, at_end=True)
         self.reported_steps, self.interrupted_step = step, None
         return dataclasses.replace(result, stop_requested=stopped)
 
@@ -296,8 +299,9 @@ class Trainer:
         with self.groups.meter.span("evaluation"):
             batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
-        for observer in self.observers if loss is not None else ():
-            observer.on_evaluation(self.progress.step, loss)
+        if loss is not None:
+            for observer in self.observers:
+                observer.on_evaluation(self.progress.step, loss)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
@@ -315,15 +319,6 @@ class Trainer:
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
         return summary
 
-    def _check_replicas(self) -> None:
-        with self.groups.meter.span("replica check"):
-            try:
-                note = check_replicas(self._replica_check, self.engine, self.progress.step, self.config.fault.repair)
-            except RunError as error:
-                raise RunError(f"{error} {self._describe_last_checkpoint()}") from None
-        if note is not None:
-            self.send_note(note)
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, wait: bool, at_end: bool) -> None:
@@ -331,6 +326,8 @@ class Trainer:
 
         at_end: whether the run ends here; then wait in any case, and end the run with an error if the save fails.
         """
+        for observer in self.observers:
+            observer.before_save(self)
         wait = wait or at_end
         state = {
             "config": to_toml(without_run_options(self.config)),
@@ -342,11 +339,11 @@ class Trainer:
             "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
         }
         self._finish_save()
-        not_finite = self.all_gather_object(checkpoint_state.find_non_finite(self.engine))
+        not_finite = self.all_gather_object(checkpoint_state.find_first_non_finite(self.engine))
         if found := sum(not_finite, []):
             raise RunError(
                 f"the state after step {self.progress.step} is not finite, so it is not saved; the first tensor that "
-                f"is not: {found[0]}. Lower --optim.lr. {self._describe_last_checkpoint()}"
+                f"is not: {found[0]}. Lower --optim.lr. {self.describe_last_checkpoint()}"
             )
         shards = checkpoint_state.checkpoint_shards(self.engine)
         with self.groups.meter.span("checkpoint"):
@@ -379,8 +376,10 @@ class Trainer:
             raise error
         self.send_note(f"{error} The run goes on.")
 
-    def _describe_last_checkpoint(self) -> str:
-        self._finish_save()
+    def describe_last_checkpoint(self) -> str:
+        """Return a sentence about the last checkpoint, for the message of an error. Collective during a save."""
+        if self.engine.control is self.control:  # else one replica may be here alone
+            self._finish_save()
         return run_folder.describe_last_checkpoint(self.folder)
 
     def _resume(self, checkpoints: Sequence[Path]) -> Path | None:
@@ -406,7 +405,7 @@ class Trainer:
         self.after_load(state)
 
     def after_load(self, state: dict[str, Any]) -> None:
-        """Continue from the state whose tensors have just been loaded. state: a checkpoint's `Index.state`."""
+        """Collective: continue from a state whose tensors have just been loaded. state: the `Index.state`."""
         self.engine.reducer.after_load()
         if self.engine.scaler is not None and state.get("loss_scaler"):
             self.engine.scaler.load_state_dict(state["loss_scaler"])

@@ -11,7 +11,7 @@ from minidist.parallel.data.assignment import MIB
 from minidist.parallel.data.reducer import find_gradient_group, trainable_parameters
 from minidist.parameters import Box, ParamSpec, ParamSpecs, flat_boxes, named_parameters
 from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import Rounding
+from minidist.precision.masters import RoundingFunction
 from minidist.precision.rounding import global_flat_indices, round_stochastically
 from minidist.zero.flat_param import FlatParam, FullGradients, ShardedFlatParam, ShardedGradients
 from minidist.zero.gather import Block, BlockGatherer
@@ -21,14 +21,14 @@ from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 @dataclass
 class ZeroReducerBuilder:
-    """Lays a model's parameters into flat parameters, sharded over `groups["grads"]`, and builds their reducer.
+    """Moves a model's parameters into flat parameters, sharded over `groups["grads"]`, and builds their reducer.
 
     model: this rank's part of the model. specs: the specs of its parameters before ZeRO shards them. values: the values
     of these parameters in full precision, before the cast to the parameter dtype. names: the names of all parameters of
     the whole model, the same on every rank. chunk_of: in a pipeline, the chunk of this stage whose backward completes a
     parameter's gradient; empty without a pipeline. reduction_groups: the groups over which gradients may be summed:
-    each consists of the ranks that hold the same shard (in stage 0, the same parameter). `build` raises KeyError if
-    none of these groups consists of a shard's replicas.
+    each consists of the ranks that hold the same shard (in stage 0, the same parameter). dtypes: of each kind of
+    tensor.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class ZeroReducerBuilder:
             self.shard_index = dict.fromkeys(range(world.size), 0)
 
     def build(self) -> ZeroReducer:
-        """Return the gradient reducer; parameters of the model become views of the flat parameters."""
+        """Return the reducer; parameters become views of flat parameters. KeyError if a reduction group is missing."""
         trained = trainable_parameters(self.parameters)
         gatherer, frozen = None, []
         if self.zero.stage < 3:
@@ -132,7 +132,7 @@ class ZeroReducerBuilder:
         offload, rounding = self.offload and not frozen, None if dtypes.master else self._make_rounding(layout)
         return kind(parameters, self.values, layout, self.group, dtypes, offload, rounding)
 
-    def _make_rounding(self, layout: FlatLayout) -> Rounding:
+    def _make_rounding(self, layout: FlatLayout) -> RoundingFunction:
         """Return the rounding, which depends on an element's index in the full parameter and not on the sharding."""
         ranges, specs, seed = layout.param_ranges(self.group.rank), self.specs, self.config.train.seed
 

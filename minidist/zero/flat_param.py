@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import MasterWeights, Rounding
+from minidist.precision.masters import MasterWeights, RoundingFunction
 from minidist.zero.plan import FlatLayout
 
 
@@ -38,7 +38,7 @@ class FlatParam:
         group: Group,
         dtypes: PrecisionDtypes,
         offload: bool = False,
-        rounding: Rounding | None = None,
+        rounding: RoundingFunction | None = None,
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.shard_bounds(group.rank)
@@ -64,18 +64,18 @@ class FlatParam:
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Collective: start the all-gather of all ranks' shards into the flat buffer."""
+        """Collective: start the all-gather of all ranks' shards into `full_buffer`."""
         self._gather_handle = all_gather(self.full_buffer, self.shard, self.group, async_op=True)
 
     def wait_gather(self) -> None:
-        """Wait for the all-gather in flight, if there is one."""
+        """Wait for the all-gather that `launch_gather` started, if it has not been waited for."""
         if self._gather_handle is not None:
             self._gather_handle.wait()
             self._gather_handle = None
 
 
 class ShardedFlatParam(FlatParam):
-    """A flat parameter whose full buffer is allocated only while it is unsharded (stage 3)."""
+    """A `FlatParam`, with its arguments, whose full buffer is allocated only while it is unsharded (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -87,14 +87,14 @@ class ShardedFlatParam(FlatParam):
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Collective: allocate the flat buffer and start its all-gather, unless done since the last `reshard`."""
+        """Collective: allocate `full_buffer` and start its all-gather, unless done since the last `reshard`."""
         if not self.is_unsharded:
             self.is_unsharded = True
             self.full_buffer.untyped_storage().resize_(self.full_buffer.numel() * self.full_buffer.element_size())
             super().launch_gather()
 
     def reshard(self) -> None:
-        """Free the flat buffer's storage; views in the model and in autograd see the data of the next all-gather."""
+        """Free the storage of `full_buffer`; views in the model and in autograd see the next all-gather's data."""
         if self.is_unsharded:
             self.wait_gather()
             self.is_unsharded = False
@@ -104,9 +104,10 @@ class ShardedFlatParam(FlatParam):
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. replica_group: the ranks with the same shard, which sum it;
-    None if there are none. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard, summed
-    over all ranks after the reduction. transient: whether `full_buffer` exists only during a reduction; here False.
+    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard, over which
+    the shard is summed, too; None if only this rank holds it. full_buffer: (numel,), the flat gradient. result:
+    (shard_numel,), this rank's shard, summed over all ranks after the reduction. transient: whether `full_buffer`
+    exists only during a reduction; here False.
     """
 
     transient = False
@@ -131,10 +132,10 @@ class FullGradients:
         self.result = self.full_buffer[slice(*self.layout.shard_bounds(self.group.rank))]
 
     def live_tensors(self) -> list[Tensor | None]:
-        """Return the gradient tensors in memory now, for memory measurements; None if one is not allocated."""
+        """Return the gradient tensors in memory now, for memory measurements; None for one that is not allocated."""
         return [self.full_buffer, self.result]
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name` into the full-length buffer; `grad` is copied.
 
         grad: as many elements as the parameter, in any shape and dtype.
@@ -147,7 +148,7 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Collective: start the reduce-scatter (all-reduce if not sharded); a missing gradient counts as zero."""
+        """Collective: start the flat gradient's reduce-scatter (all-reduce if not sharded); missing gradients are 0."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
@@ -164,13 +165,13 @@ class FullGradients:
         return full
 
     def launch_replica_all_reduce(self) -> None:
-        """Collective: start the all-reduce of the shard over all ranks that hold it, if there are others."""
+        """Collective: start the all-reduce of this rank's shard over `replica_group`, if there is one."""
         if self.replica_group is not None:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for the reduction in flight, if there is one; `result` then holds its sum."""
+        """Wait for the reduction in flight, if there is one; `result` then holds the reduced shard."""
         if self._in_flight is not None:
             handle, output, target = self._in_flight
             handle.wait()
@@ -179,27 +180,27 @@ class FullGradients:
             self._in_flight = None
 
     def launch_final_reduction(self) -> None:
-        """Collective: start the step's last reduction, over the replicas, after all reductions over the group."""
+        """Collective: start the all-reduce over `replica_group` that ends the step, unless `launch` has done so."""
         if self.group.size > 1:
             self.wait()
             self.launch_replica_all_reduce()
 
     def clear(self) -> None:
-        """Drop the gradients of this step, so that the next gradients are not added to them."""
+        """Forget the gradients of this step, so that `accumulate` begins new sums."""
         self.filled.clear()
 
     def discard_aborted_step(self) -> None:
-        """Drop the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
+        """Forget the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
         self._in_flight = None
         self.clear()
         self._allocate()
 
 
 class ShardedGradients(FullGradients):
-    """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
+    """Gradients of a flat parameter, at full length only in flight, accumulated in this rank's shard (stages 2, 3).
 
-    Until a micro-batch's gradients are complete, each is kept as autograd returned it.
-    full_buffer: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
+    Until all gradients of a micro-batch have been added, each is kept as autograd returned it. full_buffer: None unless
+    in flight. result: None until the first reduction of a step has completed, and after `clear`.
     """
 
     transient = True
@@ -211,7 +212,7 @@ class ShardedGradients(FullGradients):
     def live_tensors(self) -> list[Tensor | None]:
         return [*self._local_grads.values(), *super().live_tensors()]
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name`. Takes ownership: the caller must not use `grad` again."""
         if name in self._local_grads:
             grad = self._local_grads[name].to(self.dtypes.accumulate).add_(grad)

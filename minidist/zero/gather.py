@@ -19,7 +19,7 @@ from minidist.zero.flat_param import ShardedFlatParam
 
 @dataclass(frozen=True)
 class Block:
-    """A module with the flat parameters that are gathered and freed together with it.
+    """A module, with the flat parameters that are gathered before it runs and freed after it (stage 3).
 
     index: the index of the layer in the model, or ROOT for the parameters outside of all layers.
     """
@@ -29,26 +29,26 @@ class Block:
     index: int
 
     def launch_gather(self) -> None:
-        """Collective: start the all-gather of the flat parameters that are sharded now."""
+        """Collective: start the all-gather of the block's flat parameters, except those that are unsharded already."""
         for flat_param in self.flat_params:
             flat_param.launch_gather()
 
     def unshard(self) -> None:
-        """Collective: all-gather the parameters and wait until they are complete."""
+        """Collective: all-gather the block's parameters and wait until they are complete."""
         self.launch_gather()
         for flat_param in self.flat_params:
             flat_param.wait_gather()
 
     def reshard(self) -> None:
-        """Free the full parameters; this rank keeps its shards."""
+        """Free the full parameters of the block; this rank keeps its shards."""
         for flat_param in self.flat_params:
             flat_param.reshard()
 
 
 class BlockGatherer:
-    """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
+    """Gathers the parameters of each block before it runs and frees them after it (stage 3), by hooks on the modules.
 
-    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: the
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all `blocks`. num_layers: the
     number of layers of the whole model. keep_last_block: whether the last block and the head stay unsharded between
     forward and backward. prefetch: whether to gather the next block while one computes. on_block_done: called with the
     flat parameters of each block whose backward is over; None to call nothing.
@@ -136,14 +136,14 @@ class BlockGatherer:
             if self.on_block_done is not None:
                 self.on_block_done(block.flat_params)
 
-    def end_backward(self) -> None:
-        """Reshard all blocks, after the backward of a micro-batch."""
+    def reshard_all(self) -> None:
+        """Reshard all blocks: free the full parameters. Called after the backward of a micro-batch."""
         self._in_backward = None
         self.root.reshard()
         for block in self.blocks.values():
             block.reshard()
 
     def gather_all(self) -> None:
-        """Collective: unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
+        """Collective: unshard all parameters, so that the full model can be read; `reshard_all` reshards them."""
         for block in [self.root, *self.blocks.values()]:
             block.unshard()

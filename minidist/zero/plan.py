@@ -23,7 +23,7 @@ _IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
 
 @dataclass(frozen=True)
 class Slot:
-    """The range of flat-buffer elements that one parameter occupies: `start <= i < stop`."""
+    """The elements of a flat buffer that one parameter occupies: `start <= i < stop`."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of parameters in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
+    """Where parameters lie in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
 
     slots: the elements of the flat buffer that each parameter occupies, by name.
     """
@@ -72,7 +72,7 @@ class FlatLayout:
         return {name: (start, stop) for name, (start, stop) in ranges.items() if start < stop}
 
     def unpadded_numel(self, shard: int) -> int:
-        """Return the number of elements in a shard, without padding. shard: its index."""
+        """Return the number of elements of parameters in a shard, without padding. shard: its index."""
         return sum(stop - start for start, stop in self.param_ranges(shard).values())
 
 
@@ -98,11 +98,11 @@ def block_index(name: str) -> int:
 
 
 def transient_buffer_limit(sizes: Mapping[str, int], limit: int) -> int:
-    """Return the maximum size of a transient flat gradient in bytes: the size of the largest block, at most `limit`.
+    """Return the maximum bytes of a flat gradient that exists only during its reduction (stage 2).
 
-    A transient gradient lives only while it is reduced. A larger one would undo the savings of stage 2, and a block's
-    gradients are computed together anyway. sizes: bytes of each parameter's gradient, by name. limit: maximum bytes of
-    a bucket.
+    The limit is the size of the largest block's gradients, which are computed together, or `limit` if that is smaller.
+    A larger buffer would undo the savings of stage 2. sizes: bytes of each parameter's gradient, by name. limit:
+    maximum bytes of a bucket.
     """
     blocks: Counter[int] = Counter()
     for name, size in sizes.items():
@@ -113,7 +113,7 @@ def transient_buffer_limit(sizes: Mapping[str, int], limit: int) -> int:
 
 @dataclass(frozen=True)
 class PlannedFlatParam:
-    """The plan of a flat parameter: which parameters it has, and where.
+    """A flat parameter to be built: the parameters that it consists of, by name, in its `layout`.
 
     kind: the value of `kind_of` for all its parameters (`plan_flat_params`). block: in stage 3 the index of the layer
     with which the flat parameter is gathered; ROOT for parameters outside of all layers, and in other stages.
@@ -134,10 +134,10 @@ def plan_flat_params(
 ) -> list[PlannedFlatParam]:
     """Group trained parameters into flat parameters, in the order in which backward completes their gradients.
 
-    Stage 3 has one per block and one for the rest; other stages have one per bucket. sizes: number of elements of each
-    parameter, by name, in the order of the model. kind_of: maps a parameter's name to its kind, any hashable value; a
-    flat parameter has parameters of one kind only. bucket_bytes: maximum bytes of a bucket. element_bytes: bytes of one
-    gradient element in the reduction.
+    Stage 3 makes one per block and one for all other parameters; other stages make one per bucket. sizes: number of
+    elements of each parameter, by name, in the order of the model. kind_of: maps a parameter's name to its kind, any
+    hashable value; a flat parameter has parameters of one kind only. bucket_bytes: maximum bytes of a bucket.
+    element_bytes: bytes of one gradient element in the reduction.
     """
     planned = []
     if zero.stage == 3:

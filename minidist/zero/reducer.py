@@ -40,23 +40,23 @@ class InOrderReductions:
         self.reset_for_next_backward()
 
     def reset_for_next_backward(self) -> None:
-        """Await the gradients of all flat parameters again, and begin with the first reduction."""
+        """Wait again for the gradients of all flat parameters; the next reduction is the first in order."""
         self.awaited = {name for member in self.members for name in member.flat_param.parameters}
         self._next = 0
 
     def mark_ready(self, name: str) -> None:
-        """Declare that all gradients of parameter `name` have been accumulated; if eager, launch what is complete."""
+        """Declare that all gradients of `name` have been added; if eager, launch the reductions now possible."""
         self.awaited.discard(name)
         while self.eager and self._pending() and self.awaited.isdisjoint(self._pending()[0].flat_param.parameters):
             self._launch()
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
-        """Launch, in order, the reductions up to the last of `flat_params`, those of a block whose backward is over."""
+        """Launch, in order, all reductions up to those of `flat_params`; called when a block's backward is over."""
         while any(member.flat_param in flat_params for member in self._pending()):
             self._launch()
 
     def launch_remaining(self) -> None:
-        """Launch all reductions that have not been launched since the last reset."""
+        """Launch, in order, all reductions that have not been launched since the last reset."""
         while self._pending():
             self._launch()
 
@@ -121,26 +121,26 @@ class ZeroReducer(GradientReducer):
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name`. Raises RuntimeError after `mark_ready(name)`."""
         if name not in self._order_of[name].awaited:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}), when it may be in flight")
         self._used.add(name)
         self._nothing_in_flight = False
-        self._member_of[name].gradients.add(name, grad)
+        self._member_of[name].gradients.accumulate(name, grad)
 
     def mark_ready(self, name: str) -> None:
         self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
-        """Launch the reductions of `flat_params`, those of a block whose backward is over (stage 3)."""
+        """Launch the reductions of `flat_params`, which belong to a block whose backward is over (stage 3)."""
         for order in self._orders.values():
             order.on_block_done(flat_params)
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """Finish a micro-batch's backward: launch its remaining reductions (stages 2 and 3) and reshard (stage 3).
+        """End a micro-batch's backward: launch its remaining reductions (stages 2 and 3) and reshard (stage 3).
 
-        chunk: the number, on this pipeline stage, of the model chunk that the backward went through; None for all.
+        chunk: the number, on this pipeline stage, of the model chunk that backward ran through; None for all.
         """
         if self.reduces_each_micro_batch:
             for completed_chunk, order in self._orders.items():
@@ -148,7 +148,7 @@ class ZeroReducer(GradientReducer):
                     order.launch_remaining()
                     order.reset_for_next_backward()
         if self.gatherer is not None:
-            self.gatherer.end_backward()
+            self.gatherer.reshard_all()
 
     # -- the phases of a step -----------------------------------------------------------------------------------------
 
@@ -164,10 +164,10 @@ class ZeroReducer(GradientReducer):
 
     @property
     def used_flags(self) -> list[float]:
-        """Whether this rank used each parameter of the whole model in the step, as 1.0 or 0.0, for `mark_unused`."""
+        """Whether this rank used each parameter of the whole model in the step, as 1.0 or 0.0, for `exclude_unused`."""
         return [float(name in self._used) for name in self._names]
 
-    def mark_unused(self, use_counts: Sequence[float]) -> None:
+    def exclude_unused(self, use_counts: Sequence[float]) -> None:
         """Exclude the parameters whose use count, the sum of all ranks' `used_flags`, is 0 from this step's update."""
         self._unused = {name for name, count in zip(self._names, use_counts, strict=True) if not count}
 
@@ -184,10 +184,10 @@ class ZeroReducer(GradientReducer):
             member.gradients.result.mul_(factor)
 
     def groups_to_update(self) -> list[list[ReducedFlatParam]]:
-        """Return the groups of flat parameters that the optimizer updates, each with one call of its `step`.
+        """Return the update groups: the flat parameters that one call of the optimizer's `step` updates.
 
-        One group has all flat parameters whose update needs no temporary memory. The update of the others needs some
-        (for gradients in the masters' dtype, or for masters that are not persistent), so each is a group of its own.
+        One group has all flat parameters whose update needs no temporary memory. Each of the others is a group of its
+        own; its update needs memory for gradients in the masters' dtype, or for masters not kept between steps.
         """
         combined, separate = [], []
         for member in self.members:
@@ -199,18 +199,18 @@ class ZeroReducer(GradientReducer):
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
-        """Set `.grad` of the masters that one optimizer call updates; None for parameters that no rank used."""
+        """Set `.grad` of an update group's masters to their reduced gradients; None for unused parameters."""
         for member in group:
             member.flat_param.masters.attach_grads(member.gradients.result, self._unused)
 
     def copy_to_params(self, group: Sequence[ReducedFlatParam], step: int) -> None:
-        """Copy the updated masters to this rank's shards, and drop their gradients. step: seeds stochastic rounding."""
+        """Copy an update group's masters to this rank's shards, and drop their gradients. step: from 0."""
         for member in group:
             member.flat_param.masters.copy_to_params(step)
             member.flat_param.masters.detach_grads()
 
     def gather_params(self) -> None:
-        """Collective: all-gather the updated shards; stage 3 gathers each block when the model runs it, not here."""
+        """Collective: all-gather the updated shards; does nothing in stage 3, which gathers each block when it runs."""
         if self.gatherer is None:
             for member in self.members:
                 member.flat_param.launch_gather()
@@ -232,11 +232,11 @@ class ZeroReducer(GradientReducer):
 
     @property
     def flat_params(self) -> list[FlatParam]:
-        """All flat parameters, those without gradients last."""
+        """All flat parameters; those without gradients come last."""
         return [*(member.flat_param for member in self.members), *self._frozen]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's elements of every parameter, frozen ones too: the masters if kept, else the parameters."""
+        """Return this rank's elements of each parameter by name, from the masters if they are kept between steps."""
         return {
             name: tensor
             for flat_param in self.flat_params

@@ -29,11 +29,11 @@ from minidist.tools.launch.environment import RankEnvironment, read_integer
 
 
 def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK from environment variables.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK; return them as a `RankEnvironment`.
 
-    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK and WORLD_SIZE take their place;
-    without GROUP_RANK this is the first machine.
-    Raises UserError when RANK or WORLD_SIZE is missing, a variable is no integer, or they contradict each other.
+    environ: the environment variables. Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK or
+    WORLD_SIZE is used instead; without GROUP_RANK the node rank is 0.
+    Raises UserError if RANK or WORLD_SIZE is missing, a variable is not an integer, or variables contradict each other.
     """
     rank, size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
     local_rank = read_integer(environ, "LOCAL_RANK", rank)

@@ -39,15 +39,15 @@ def register_gradient_hooks(
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
-    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
-    autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
-    of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
+    is_last_backward: returns whether the running backward is the last one of the step. Only then does a hook call
+    `mark_ready`; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None,
+    because autograd would add the next gradient to one that the reducer already has. Autograd does not call the hook of
+    a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
 
     def hook_for(name: str):
         def hook(parameter: Tensor) -> None:
-            reducer.add(name, parameter.grad)
+            reducer.accumulate(name, parameter.grad)
             parameter.grad = None
             if is_last_backward():
                 reducer.mark_ready(name)

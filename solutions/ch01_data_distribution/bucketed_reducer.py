@@ -51,8 +51,8 @@ class Bucket:
 
     counted_names: names of parameters, of this or other buckets. The buffer ends with one element for each: 1 if this
     rank used the parameter and 0 if not, so after the all-reduce the number of ranks that used it.
-    buffer: (numel,), the gradients, then the counts. use_counts: the counts. views: each gradient's part of the buffer,
-    in the parameter's shape, by name. handle: the handle of the all-reduce.
+    buffer: (numel,), the gradients, then those counts. use_counts: the counts' part of the buffer. views: each
+    gradient's part, in the parameter's shape, by name. handle: the handle of the all-reduce.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):
@@ -69,7 +69,7 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Collective: start the all-reduce. filled: parameters with a gradient; the gradients of all others are 0."""
+        """Collective: start the all-reduce. filled: names of the parameters with a gradient; all others send 0."""
         for name in self.views.keys() - filled:
             self.views[name].zero_()
         if self.counted_names:
@@ -115,7 +115,7 @@ class BucketedReducer(GradientReducer):
                 buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, counted_names))
         return buckets
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name` in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}): its bucket may be in flight")
@@ -136,7 +136,7 @@ class BucketedReducer(GradientReducer):
             self._launch_next()
 
     def finish_reductions(self) -> None:
-        """Collective: launch the remaining buckets, wait for all. Then `.grad` is the sum, None if no rank used it."""
+        """Collective: reduce the remaining buckets; set each `.grad` to the sum; None if no rank used the parameter."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:

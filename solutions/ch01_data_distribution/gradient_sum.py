@@ -36,7 +36,7 @@ from minidist.parameters import ParamSpecs
 
 
 class NaiveReducer(GradientReducer):
-    """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
+    """Gradient reducer of data parallelism with one all-reduce per parameter, after backward.
 
     specs: the parameters' specs. groups: these must include the group of each parameter's replicas.
     """
@@ -48,8 +48,8 @@ class NaiveReducer(GradientReducer):
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient of parameter `name` to those of earlier micro-batches; `grad` is copied."""
+    def accumulate(self, name: str, grad: Tensor) -> None:
+        """Add a local gradient of parameter `name` to the sum of earlier micro-batches; `grad` is copied."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r})")
         if name in self._sums:
@@ -58,11 +58,11 @@ class NaiveReducer(GradientReducer):
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def mark_ready(self, name: str) -> None:
-        """Reject further gradients of `name` from now on; `finish_reductions` starts the reduction, not this method."""
+        """Reject further gradients of `name` in this step; the reduction starts later, in `finish_reductions`."""
         self._ready.add(name)
 
     def finish_reductions(self) -> None:
-        """Collective: all-reduce the gradients. Then `.grad` is their sum, None if no rank used the parameter."""
+        """Collective: all-reduce the gradients; set `.grad` to their sums, to None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.

@@ -29,7 +29,7 @@ from minidist.data.partition import block_partition, permutation
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Shuffle 0..n-1, a function of seed and epoch, so equal on all ranks; return `rank`'s block of it, (size,) int64.
+    """Return `rank`'s block, (size,) int64, of a permutation of 0..n-1 that depends on seed and epoch only.
 
     Block sizes differ by at most one. Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """

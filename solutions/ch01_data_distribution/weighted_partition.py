@@ -34,7 +34,7 @@ from minidist.data.partition import _check
 def apportion(n: int, weights: Sequence[float]) -> list[int]:
     """Split n into integers proportional to `weights`, by the largest remainder method; their sum is n.
 
-    A weight of 0 gets 0, and every result is within one of n w_i / sum(w). Equal weights give the sizes of
+    A weight of 0 gets 0; every result differs from n w_i / sum(w) by at most one. Equal weights give the sizes of
     `block_partition`. Raises ValueError for weights that are empty, negative, non-finite, or all zero.
     """
     if n < 0:
@@ -52,7 +52,7 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
-    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
+    """Return the indices, (size,) int64, of `rank`'s consecutive block of 0..n-1; sizes are proportional to `weights`.
 
     Raises ValueError for a rank outside 0..len(weights)-1, or weights that are negative, non-finite or all zero.
     """

@@ -58,7 +58,7 @@ class _ReduceFromTP(torch.autograd.Function):
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """Collective: all-reduce the partial results `x` (any shape) of a tensor-parallel region; the sum is replicated."""
+    """Collective: return the sum of the partial results `x` (any shape) over the group; backward is the identity."""
     return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 

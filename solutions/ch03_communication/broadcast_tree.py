@@ -29,10 +29,7 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
-
-    The tensor passes along a binomial tree.
-    """
+    """Collective: overwrite `tensor` with group rank `src`'s tensor, sent along a binomial tree."""
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1

@@ -28,10 +28,11 @@ from minidist.tools.network.cost import ZERO_COST, Cost, _halving_doubling_cost,
 
 
 def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
-    """Return the cost of one operation over `group_size` ranks by one of its `IMPLEMENTED_ALGORITHMS`.
+    """Return the modelled cost of one collective over `group_size` ranks: rounds, bytes sent and bytes reduced.
 
-    num_bytes: size of the tensor, as in `wire_bytes`: of the full tensor for all_gather, reduce_scatter and all_to_all,
-    whose shards are taken as equal. Raises ValueError if the operation has no such algorithm.
+    algorithm: one of `IMPLEMENTED_ALGORITHMS[operation]`. num_bytes: size of the tensor; for all_gather, reduce_scatter
+    and all_to_all the size of the full tensor, whose shards count as equal. Raises ValueError if the operation has no
+    such algorithm.
     """
     if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
         raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")

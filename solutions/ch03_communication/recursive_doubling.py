@@ -31,10 +31,10 @@ from minidist.comm.power_of_two import PowerOfTwoRanks
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: partners exchange full buffers and add.
+    """Collective: all-reduce `tensor` (any shape) in place; in each round partners exchange full tensors and add them.
 
-    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
-    the ring's, the order of additions does not depend on an element's offset in the tensor.
+    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike in
+    the ring, the order of additions does not depend on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
     buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)

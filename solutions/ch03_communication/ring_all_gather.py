@@ -27,7 +27,7 @@ from minidist.comm.group import Group
 
 
 def ring_gather(chunks: list[Tensor], group: Group) -> None:
-    """All-gather in place: every rank's `chunks[rank]` goes round the ring until each rank has all chunks."""
+    """Collective: all-gather in place; each rank's `chunks[rank]` goes round the ring until all have all chunks."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         leaving, arriving = chunks[(rank - step) % size], chunks[(rank - 1 - step) % size]

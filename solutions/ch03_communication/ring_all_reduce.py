@@ -33,11 +33,11 @@ from minidist.comm.group import Group
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: reduce-scatter, then all-gather.
+    """Collective: all-reduce `tensor` (any shape) in place by ring reduce-scatter, then ring all-gather.
 
-    Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
-    rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
-    all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
+    As in the paper, rank r completes chunk r + 1, so the list of chunks is rotated. Chunk c is summed in the order of
+    ranks c, c + 1, ..., c - 1 (modulo size) and then copied to all ranks, so all get identical results; but the order
+    of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
     chunks = split_chunks(flat_view(tensor), group.size)

@@ -31,9 +31,9 @@ from minidist.comm.group import Group
 
 
 def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
-    """Reduce-scatter in place: `chunks[rank]` ends fully reduced on this rank, the others hold partial results.
+    """Collective: reduce-scatter in place; `chunks[rank]` ends up fully reduced, all other chunks partially reduced.
 
-    chunks: one view per rank, which together cover the tensor; the same lengths on every rank.
+    chunks: the tensor split into one view per rank, with the same lengths on every rank. op "mean" only adds.
     """
     size, rank = group.size, group.rank
     scratch = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))

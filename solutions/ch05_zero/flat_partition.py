@@ -38,7 +38,7 @@ from minidist.zero.plan import Slot
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of parameters in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
+    """Where parameters lie in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
 
     slots: the elements of the flat buffer that each parameter occupies, by name.
     """
@@ -74,7 +74,7 @@ class FlatLayout:
         return {name: (start, stop) for name, (start, stop) in ranges.items() if start < stop}
 
     def unpadded_numel(self, shard: int) -> int:
-        """Return the number of elements in a shard, without padding. shard: its index."""
+        """Return the number of elements of parameters in a shard, without padding. shard: its index."""
         return sum(stop - start for start, stop in self.param_ranges(shard).values())
 
 

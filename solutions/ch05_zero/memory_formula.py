@@ -37,21 +37,23 @@ from minidist.tools.estimate.states import FlatParamSize, ModelStates
 
 
 def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
-    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal. moments: how many
-    numbers the optimizer keeps per element."""
+    """Return the size of a flat parameter of `numel` elements after padding it so that its `shards` shards are equal.
+
+    moments: how many numbers the optimizer keeps per element.
+    """
     shard_numel = -(-numel // shards)
     return FlatParamSize(shard_numel * shards, shard_numel, moments)
 
 
 def model_states(flat_params: Iterable[FlatParamSize], zero: ZeroConfig, policy: Policy) -> ModelStates:
-    """Bytes of the model states on one rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+    """Return the bytes of the model states on one rank, given its flat parameters, ZeRO stage and dtypes.
 
-    flat_params: the sizes of the rank's flat parameters; policy: the dtype of each kind of tensor.
+    flat_params: the sizes of the rank's flat parameters. policy: the dtype of each kind of tensor.
 
-    In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
-    `p + (a + m + s)/N`, or as stage 1 if gradients stay unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the
-    bytes of a parameter, accumulated gradient, master weight and all moments: 2, 2, 4 and 8 with fp16 throughout and
-    AdamW, together sixteen.
+    Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1. In bytes per element, with N shards: stage
+    0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2 `p + (a + m + s)/N`, or as stage 1 if gradients stay
+    unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the bytes of a parameter, accumulated gradient, master
+    weight and all moments: 2, 2, 4 and 8 with fp16 throughout and AdamW, together sixteen.
     """
     flat_params = list(flat_params)
     full, sharded = sum(flat.numel for flat in flat_params), sum(flat.shard_numel for flat in flat_params)

@@ -48,10 +48,10 @@ from minidist.zero.flat_param import FullGradients
 
 
 class ShardedGradients(FullGradients):
-    """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
+    """Gradients of a flat parameter, at full length only in flight, accumulated in this rank's shard (stages 2, 3).
 
-    Until a micro-batch's gradients are complete, each is kept as autograd returned it.
-    full_buffer: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
+    Until all gradients of a micro-batch have been added, each is kept as autograd returned it. full_buffer: None unless
+    in flight. result: None until the first reduction of a step has completed, and after `clear`.
     """
 
     transient = True
@@ -63,7 +63,7 @@ class ShardedGradients(FullGradients):
     def live_tensors(self) -> list[Tensor | None]:
         return [*self._local_grads.values(), *super().live_tensors()]
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name`. Takes ownership: the caller must not use `grad` again."""
         if name in self._local_grads:
             grad = self._local_grads[name].to(self.dtypes.accumulate).add_(grad)

@@ -57,9 +57,10 @@ def agree_on_step(
     """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
-    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that
-    this rank counts; each element is counted by one rank. tokens: those of the global batch, the same on all ranks; if
-    0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without one.
+    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that this
+    rank counts; each element is counted by one rank. tokens: number of tokens in the loss of the global batch, the same
+    on all ranks; if 0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None
+    without one.
     """
     mine = [loss, squared_norm, float(stop_requested), *extra_values]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)

@@ -37,10 +37,10 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale.
+    """The dynamic loss scale, for gradients that would underflow in fp16.
 
-    scale: factor of this step's loss; a float32 number, as in torch. overflowed: if the last step overflowed, the
-    scales of all consecutive steps that overflowed up to it, oldest first; otherwise empty.
+    scale: the factor of this step's loss; a float32 number, as in torch. overflowed: the loss scales of the latest
+    consecutive steps that overflowed, oldest first; empty if the last step did not overflow.
     """
 
     def __init__(self, config: PrecisionConfig):
@@ -57,9 +57,9 @@ class LossScaler:
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
 
-        It grows after `growth_interval` consecutive successful steps. Every change restarts the count of successful
-        steps. The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be
-        infinite. overflow: whether a non-finite gradient on any rank caused a skip.
+        The scale grows after `growth_interval` consecutive successful steps; every change restarts the count. It stays
+        a float32 number, has no lower limit, and is not doubled if the result would be infinite. overflow: whether a
+        non-finite gradient on any rank caused a skip.
         """
         if overflow:
             self.overflowed.append(self.scale)

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import Rounding
+from minidist.precision.masters import RoundingFunction
 
 
 class MasterWeights:
@@ -66,7 +66,7 @@ class MasterWeights:
         values: Mapping[str, Tensor],
         dtypes: PrecisionDtypes,
         offload: bool = False,
-        rounding: Rounding | None = None,
+        rounding: RoundingFunction | None = None,
     ):
         dtype = dtypes.master or dtypes.state
         self._params, self._bounds, self._rounding = params, bounds, rounding
@@ -83,7 +83,7 @@ class MasterWeights:
             self.tensor.untyped_storage().resize_(0)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's elements, by name: the masters if they are persistent, else the parameters."""
+        """Return each parameter's elements, 1-D, by name: the masters if they are kept, else the parameters."""
         source = self.tensor if self.persistent else self._params
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
@@ -109,7 +109,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: seeds stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: seed of stochastic rounding."""
         if not self.separate:
             return
         if self.persistent:

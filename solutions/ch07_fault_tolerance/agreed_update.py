@@ -45,9 +45,9 @@ def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group:
 
     gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
     the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.
-    The ranks do not update if any of them says so, or any element of the sum is non-finite. If the gradients of all
-    ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides all.
-    Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
+    No rank updates if `is_usable` is False on any of them, or any element of the sum is non-finite. If the gradients of
+    all ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides
+    all. Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
     """
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([not is_usable])])
     all_reduce(flat, group)

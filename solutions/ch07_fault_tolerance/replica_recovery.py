@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import CommError, Group, all_gather_object, broadcast
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.disk import Disk
 from minidist.fault.simple.agreement import train_step
 from minidist.fault.simple.checkpoint import save
@@ -67,9 +67,9 @@ from minidist.hashing import hash64
 def local_gradients(run: Run, group: Group) -> list[Tensor]:
     """Return this rank's part of the gradient of the global batch, one tensor per parameter, times the loss scale.
 
-    The parts of all ranks of `group` add up to the gradient of the mean loss over the global batch of the next step,
-    which does not depend on the number of ranks: nor do the samples of the batch and their dropout masks. So the ranks
-    that are left can repeat a step that was aborted. Raises what `run.sample_loss` raises.
+    The parts of all ranks of `group` sum to the gradient of the mean loss over the global batch of the next step. That
+    gradient does not depend on the number of ranks, nor do the samples and their dropout masks, so the remaining ranks
+    can repeat an aborted step. Raises what `run.sample_loss` raises.
     """
     samples = samples_at(run.seed, run.position, run.batch_size, run.num_samples)
     parameters, scale = list(run.model.parameters()), 1.0 if run.scaler is None else run.scaler.scale
@@ -83,12 +83,12 @@ def local_gradients(run: Run, group: Group) -> list[Tensor]:
 
 
 def recover(run: Run, group: Group | None, rendezvous: Callable[[Group | None], Group]) -> Group:
-    """Form a group of all living ranks and give all of them the state of the most advanced; return the group.
+    """Collective: form a group of all living ranks, copy the most advanced rank's state to all, and return the group.
 
-    Called by every survivor after a CommError, and by a new rank that joins, with group None. A survivor that has made
-    the update of the aborted step is one step ahead of one that has not: the state of the former is sent to all ranks.
-    rendezvous: closes the connections of the group that it is given, so that a rank which still waits for this one gets
-    a CommError too; waits until all living ranks have called it; returns a group of them.
+    Called by every survivor after a CommError, and by a new rank that joins, with group None. Survivors may be one step
+    apart: some have made the update of the aborted step, others not. rendezvous: closes the connections of the given
+    group, so that a rank which still waits for this one gets a CommError too; waits until all living ranks have called
+    it; returns a group of them.
     """
     group = rendezvous(group)
     own = [(shard.name, (shard.shape, shard.dtype_name)) for shard in run_shards(run, False)]
@@ -110,7 +110,7 @@ def train(
     """Collective: train until `steps` steps are complete, whatever ranks die meanwhile; return the last group.
 
     disk, rendezvous: as for `save` and `recover`. save_every: steps between two checkpoints, after which new ranks are
-    admitted. join: whether this rank joins a run of other ranks; otherwise the run resumes from `disk`, or begins.
+    admitted. join: whether this rank joins a run of other ranks; if not, it resumes the run on `disk`, or begins one.
     """
     group = recover(run, None, rendezvous)
     if not join:
@@ -120,7 +120,7 @@ def train(
             train_step(run, group)
             if must_regroup := run.step % save_every == 0:
                 save(disk, run.step, run_shards(run, group.rank == 0), run_state(run), group)
-        except CollectiveError as failure:  # such as a full disk: the earlier checkpoints are still there
+        except ErrorOnAnyRank as failure:  # such as a full disk: the earlier checkpoints are still there
             warnings.warn(f"step {run.step} was not saved: {failure}", stacklevel=2)
         except CommError:
             must_regroup = True

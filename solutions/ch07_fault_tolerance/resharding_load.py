@@ -47,9 +47,9 @@ from minidist.parameters import Box
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
     """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
-    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only the
-    files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
-    file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
+    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only files
+    with a box that overlaps one of its shards. No rank writes to a tensor before all ranks know that every file they
+    need matches its SHA-256, and that every element of every shard is in the checkpoint. Raises ErrorOnAnyRank
     on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.
     """
     copies: list[tuple[Tensor, Tensor]] = []
@@ -68,8 +68,8 @@ def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -
                     continue
                 if file not in files:
                     files[file] = read_tensors(disk, f"{folder}/{file}", index["files"][file])
-                values = files[file][entry["key"]][overlap.within(box)]
-                copies.append((shard.tensor.detach()[overlap.within(shard.box)], values))
+                values = files[file][entry["key"]][overlap.slices_in(box)]
+                copies.append((shard.tensor.detach()[overlap.slices_in(shard.box)], values))
                 found += overlap.numel
             if found != shard.box.numel:
                 raise UserError(f"{folder} has {found} of the {shard.box.numel} elements of {shard_key(shard)}")

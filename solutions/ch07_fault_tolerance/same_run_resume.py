@@ -36,7 +36,7 @@ Usual wrong answers:
 import warnings
 
 from minidist.comm import Group, all_gather_object, bind_all_gather_object
-from minidist.fault.agree import CollectiveError, run_on_all_ranks
+from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
 from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
@@ -45,10 +45,10 @@ from minidist.parameters import Box
 
 
 def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
-    """Return the tensors of a run as shards that are full tensors: parameters, buffers and optimizer states.
+    """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
 
-    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, with the NAME of the parameter or buffer and
-    the KEY of the state: `optimizer.exp_avg/layer.weight`.
+    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
+    is_saved_here: whether this rank saves them.
     """
     tensors = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
     tensors |= {f"buffers/{name}": buffer for name, buffer in run.model.named_buffers()}
@@ -59,23 +59,23 @@ def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
 
 
 def run_state(run: Run) -> dict:
-    """Return the state of a run that is not in its tensors, as a JSON object: step, position, seed, loss scale."""
+    """Return a run's state outside of its tensors, as a JSON object: step, position, seed and loss scale."""
     scaler = None if run.scaler is None else run.scaler.state_dict()
     return {"step": run.step, "position": run.position, "seed": run.seed, "scaler": scaler}
 
 
 def set_run_state(run: Run, state: dict) -> None:
-    """Set the state that `run_state` returned."""
+    """Set a run's step, position, seed and loss scale to those that `run_state` returned."""
     run.step, run.position, run.seed = state["step"], state["position"], state["seed"]
     if run.scaler is not None:
         run.scaler.load_state_dict(state["scaler"])
 
 
 def resume(run: Run, disk: Disk, group: Group) -> bool:
-    """Collective: continue from the newest intact checkpoint: from then on the run is the one that was saved.
+    """Collective: load the newest intact checkpoint into the run; return whether there was one.
 
     Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
-    damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.
+    damaged checkpoint is renamed to `.damaged`, and the one before it is tried.
     """
     for folder in reversed(all_gather_object(complete_checkpoints(disk), group)[0]):
         try:
@@ -83,7 +83,7 @@ def resume(run: Run, disk: Disk, group: Group) -> bool:
             create_optimizer_states(run, {name: (t["shape"], t["dtype"]) for name, t in index["tensors"].items()})
             set_run_state(run, load(disk, folder, run_shards(run, False), group))
             return True
-        except CollectiveError as failure:
+        except ErrorOnAnyRank as failure:
             run.optimizer.state.clear()
             if not failure.found_damage:
                 raise

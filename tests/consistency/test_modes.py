@@ -337,8 +337,8 @@ def test_estimated_bytes_are_those_counted(ranks, text):
         for cost, found in zip(estimate(config, 4).ranks, ranks(sent_bytes, 4, config), strict=True):
             expected = collections.Counter({name: count for name, count in cost.wire_bytes.items() if count})
             merge = 0 if case["consistency__mode"] == "central" else 1
-            assert found[0] == expected and bool(cost.merge_bytes) == bool(merge), (case, cost.coords)
-            assert found[1] == expected + collections.Counter(cost.merge_bytes), (case, cost.coords)
+            assert found[0] == expected and bool(cost.replica_merge_bytes) == bool(merge), (case, cost.coords)
+            assert found[1] == expected + collections.Counter(cost.replica_merge_bytes), (case, cost.coords)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

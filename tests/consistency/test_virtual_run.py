@@ -7,7 +7,11 @@ import torch
 from minidist.comm import World
 from minidist.config import OptimConfig
 from minidist.tools.consistency.clock import Durations
-from minidist.tools.consistency.delay import grows_with_delay, measure_stable_rate, stable_rate
+from minidist.tools.consistency.delay import (
+    diverges_with_delay,
+    max_stable_learning_rate,
+    measure_max_stable_learning_rate,
+)
 from minidist.tools.consistency.virtual_run import train_on_virtual_clock
 from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import read_checkpoint, small_config, train_small, with_changes, write_text
@@ -50,7 +54,7 @@ def test_one_asynchronous_worker_is_one_process(tmp_path, bound):
 
 def test_staleness_bound_0_is_synchronous_training(tmp_path):
     config = make_config(tmp_path, SGD)
-    run = train_on_virtual_clock(config, UNEVEN, bound=0)
+    run = train_on_virtual_clock(config, UNEVEN, staleness_bound=0)
     assert len(run.staleness) == 18
     assert_same_run(config, run, rtol=1e-12, atol=1e-12)
     free = train_on_virtual_clock(config, UNEVEN)
@@ -60,7 +64,7 @@ def test_staleness_bound_0_is_synchronous_training(tmp_path):
 
 def test_a_run_is_the_same_twice_and_weights_count(tmp_path):
     config = make_config(tmp_path, SGD)
-    one, two = (train_on_virtual_clock(config, UNEVEN, bound=1) for _ in range(2))
+    one, two = (train_on_virtual_clock(config, UNEVEN, staleness_bound=1) for _ in range(2))
     assert all(torch.equal(one.parameters[name], two.parameters[name]) for name in one.parameters)
     assert (one.losses, one.staleness, one.timeline) == (two.losses, two.staleness, two.timeline)
     constant = OptimConfig(kind="sgd", lr=0.3, weight_decay=0.0, clip_norm=None, schedule="constant", warmup_steps=0)
@@ -79,10 +83,18 @@ def test_many_workers_train_a_model(tmp_path):
 
 @pytest.mark.parametrize("delay", [1, 8, *exhaustive(0, 2, 3, 4, 5, 6, 7)])
 def test_the_largest_stable_rate_with_a_delay_is_that_of_theory(delay):
-    assert measure_stable_rate(delay, curvature=2.5) == pytest.approx(stable_rate(delay, 2.5), rel=0.02)
-    roots = np.roots([1.0, -1.0, *[0.0] * (delay - 1), stable_rate(delay)] if delay else [1.0, stable_rate(0) - 1])
+    assert measure_max_stable_learning_rate(delay, curvature=2.5) == pytest.approx(
+        max_stable_learning_rate(delay, 2.5), rel=0.02
+    )
+    roots = np.roots(
+        [1.0, -1.0, *[0.0] * (delay - 1), max_stable_learning_rate(delay)]
+        if delay
+        else [1.0, max_stable_learning_rate(0) - 1]
+    )
     assert max(abs(roots)) == pytest.approx(1.0, abs=1e-9), "numpy: the boundary of stability"
 
 
 def test_growth_is_seen_on_both_sides_of_the_boundary():
-    assert grows_with_delay(1.02 * stable_rate(4), 4) and not grows_with_delay(0.98 * stable_rate(4), 4)
+    assert diverges_with_delay(1.02 * max_stable_learning_rate(4), 4) and not diverges_with_delay(
+        0.98 * max_stable_learning_rate(4), 4
+    )

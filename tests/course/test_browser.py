@@ -88,18 +88,22 @@ def lab(work, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
+    """A browser window, whose pages share a cache: JupyterLab's code is compiled once."""
     environ = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("chromium"))}
+    how = {"executable_path": CHROMIUM, "args": ["--no-sandbox"], "env": environ}
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], env=environ)
-        yield browser
-        browser.close()
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"), viewport={"width": 1200, "height": 1000}, **how
+        )
+        yield context
+        context.close()
 
 
 @pytest.fixture
 def page(browser):
-    context = browser.new_context(viewport={"width": 1200, "height": 1000})
-    yield context.new_page()
-    context.close()
+    page = browser.new_page()
+    yield page
+    page.close()
 
 
 @pytest.fixture

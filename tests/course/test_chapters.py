@@ -50,7 +50,7 @@ def exercise_pieces(chapter: Path) -> set[str]:
 @each_chapter
 def test_piece_cells_are_the_package(chapter):
     for notebook in notebooks(chapter):
-        assert list(weave.find_piece_cells(notebook)) and not weave.find_stale_cells(notebook), "make weave"
+        assert list(weave.find_piece_cells(notebook)) and not weave.find_stale_piece_cells(notebook), "make weave"
 
 
 @each_chapter
@@ -163,10 +163,10 @@ def test_weave_corrects_a_stale_cell_and_nothing_else(tmp_path):
     number, name, _ = next(weave.find_piece_cells(notebook))
     notebook.cells[number].source += "\n# another line"
     nbformat.write(notebook, tmp_path / "one.ipynb")
-    assert [place for place, _, _ in weave.find_stale_cells(notebook)] == [number]
-    assert weave.update_cells(tmp_path / "one.ipynb") == [name]
+    assert [place for place, _, _ in weave.find_stale_piece_cells(notebook)] == [number]
+    assert weave.update_piece_cells(tmp_path / "one.ipynb") == [name]
     assert nbformat.read(tmp_path / "one.ipynb", as_version=4) == nbformat.read(source, as_version=4)
-    assert weave.update_cells(tmp_path / "one.ipynb") == []
+    assert weave.update_piece_cells(tmp_path / "one.ipynb") == []
 
 
 def test_weave_reports_what_it_cannot_do(tmp_path, capsys):
@@ -175,4 +175,4 @@ def test_weave_reports_what_it_cannot_do(tmp_path, capsys):
     cells = [nbformat.v4.new_code_cell("%%piece minidist.data.partition:blocks\nx = 1")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
     with pytest.raises(UserError, match="has no blocks"):
-        weave.update_cells(tmp_path / "one.ipynb")
+        weave.update_piece_cells(tmp_path / "one.ipynb")

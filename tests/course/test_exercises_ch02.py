@@ -42,7 +42,7 @@ def test_the_learners_pieces_lay_out_the_model(ranks, tmp_path, names):
         for option, value in route_options(EXERCISES[name], size).items()
         for word in (option, *value)
     ]
-    parsed, _ = parse_train_options([], over=words)
+    parsed, _ = parse_train_options([], default_options=words)
 
     def config(name, **change):
         return small_config(tmp_path / name, text, train__steps=2, model__num_layers=4, **change)

@@ -23,10 +23,10 @@ MESSAGES = {
     ("resharding_load", "wrong_not_counted"): (
         "what_does_not_fit_is_refused",
         [
-            "load must raise CollectiveError on all ranks",
+            "load must raise ErrorOnAnyRank on all ranks",
             "  for       the elements 3 to 7 of params/b were not saved",
             "  rank      0 of 2",
-            "  expected  CollectiveError",
+            "  expected  ErrorOnAnyRank",
             "  got       it returned",
         ],
     ),

@@ -20,7 +20,7 @@ from exercises.catalogue import ROOT, Catalogue
 from exercises.magics import ExerciseMagics
 from exercises.work import Work
 from minidist.data.partition import block_partition as imported_before
-from minidist.tools.notebook.course_path import add_course_to_path, course_root
+from minidist.tools.notebook.course_path import add_course_to_path, find_course_root
 from minidist.tools.notebook.magics import RanksMagics
 
 CATALOGUE = Catalogue()
@@ -222,8 +222,8 @@ def test_a_notebook_finds_the_course_it_lies_in(tmp_path, monkeypatch):
     notebook = course / "work" / "chapters" / "01_x"
     (course / "work" / "exercises").mkdir(parents=True)
     notebook.mkdir(parents=True)
-    assert course_root(notebook) == course.resolve()
-    assert course_root(tmp_path) == ROOT
+    assert find_course_root(notebook) == course.resolve()
+    assert find_course_root(tmp_path) == ROOT
     monkeypatch.setattr(sys, "path", ["before"])
     add_course_to_path(notebook)
     add_course_to_path(notebook)

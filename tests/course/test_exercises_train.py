@@ -176,7 +176,7 @@ def test_every_route_can_be_read_and_is_an_option_of_the_trainer(name):
         assert len(route) > len("none: ") + 10
         return
     words = [word for option, values in route_options(CATALOGUE[name], 3).items() for word in (option, *values)]
-    config, _ = parse_train_options([], over=words)
+    config, _ = parse_train_options([], default_options=words)
     assert not train._conflicting_option(train.PieceChoice(CATALOGUE[name]), config, 3) and (route == "always") == (
         not words
     )

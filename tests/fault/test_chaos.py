@@ -11,7 +11,7 @@ from minidist.errors import UserError
 from minidist.tools.chaos.command import ChaosOptions, format_json, format_table, main
 from minidist.tools.chaos.faults import KINDS, PHASES, Fault
 from minidist.tools.chaos.plan import STEPS, Layout, Trial, draw_trial, list_layouts
-from minidist.tools.chaos.trial import Laboratory, Outcome, find_leftovers
+from minidist.tools.chaos.trial import Outcome, TrialRunner, find_leftover_resources
 from minidist.tools.cli import main as cli
 
 ONE, DP, ZERO, TP, PP = Layout(), Layout(dp=2), Layout(dp=2, zero=3), Layout(tp=2), Layout(pp=2)
@@ -35,8 +35,8 @@ LIVE = [
 
 
 @pytest.fixture(scope="module")
-def laboratory(server, tmp_path_factory):
-    return Laboratory(server, tmp_path_factory.mktemp("chaos"))
+def runner(server, tmp_path_factory):
+    return TrialRunner(server, tmp_path_factory.mktemp("chaos"))
 
 
 def test_the_quick_trials_are_of_each_kind_and_each_phase():
@@ -45,8 +45,8 @@ def test_the_quick_trials_are_of_each_kind_and_each_phase():
 
 
 @pytest.mark.parametrize("trial", QUICK, ids=str)
-def test_a_run_with_a_fault_resumes_with_nothing_lost(laboratory, trial):
-    outcome = laboratory.run(trial)
+def test_a_run_with_a_fault_resumes_with_nothing_lost(runner, trial):
+    outcome = runner.run_trial(trial)
     assert outcome.problems == []
     completed = trial.fault.kind in ("slow", "full")
     assert (outcome.ended == "went on") == (completed or trial.fault.kind == "flip")
@@ -56,25 +56,25 @@ def test_a_run_with_a_fault_resumes_with_nothing_lost(laboratory, trial):
 @pytest.mark.parametrize(
     "trial", [LIVE[0], *(pytest.param(trial, marks=pytest.mark.exhaustive) for trial in LIVE[1:])], ids=str
 )
-def test_a_run_with_live_recovery_goes_on_to_its_end(laboratory, trial):
-    outcome = laboratory.run(trial)
+def test_a_run_with_live_recovery_goes_on_to_its_end(runner, trial):
+    outcome = runner.run_trial(trial)
     assert (outcome.problems, outcome.ended, outcome.resumed_step) == ([], "went on", STEPS)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(38))
-def test_each_kind_of_fault_in_each_phase(laboratory, number):
+def test_each_kind_of_fault_in_each_phase(runner, number):
     trial = draw_trial(3, number, (1, 2, 4))
-    assert laboratory.run(dataclasses.replace(trial, number=1000 + number)).problems == []
+    assert runner.run_trial(dataclasses.replace(trial, number=1000 + number)).problems == []
 
 
-def test_other_losses_and_a_fault_that_never_came_are_problems(laboratory, monkeypatch):
+def test_other_losses_and_a_fault_that_never_came_are_problems(runner, monkeypatch):
     trial = Trial(20, ONE, ONE, Fault("slow", 0, STEPS + 1, "forward"), True)
-    assert laboratory.run(trial).problems == ["the fault was not injected"]
-    wrong = laboratory.reference(ONE) | {STEPS: 0.0}
-    monkeypatch.setattr(laboratory, "reference", lambda layout: wrong)
+    assert runner.run_trial(trial).problems == ["the fault was not injected"]
+    wrong = runner.reference_losses(ONE) | {STEPS: 0.0}
+    monkeypatch.setattr(runner, "reference_losses", lambda layout: wrong)
     trial = Trial(21, ONE, ONE, Fault("kill", 0, 18, "forward"), True)
-    [problem] = laboratory.run(trial).problems
+    [problem] = runner.run_trial(trial).problems
     assert problem.startswith(f"step {STEPS}: the loss is ") and "0.0 in the uninterrupted run" in problem
 
 
@@ -83,7 +83,7 @@ def test_what_a_run_leaves_behind_is_found(tmp_path):
     for name in names:
         (tmp_path / name).mkdir(parents=True)
     process = int(Path("/proc/self").resolve().name)
-    assert find_leftovers(tmp_path, [process]) == [
+    assert find_leftover_resources(tmp_path, [process]) == [
         "left in the run folder: checkpoints/step-00000008.partial, lock",
         f"process {process} is still there",
     ]
@@ -98,8 +98,12 @@ def test_trials_are_a_function_of_the_seed_and_cover_all_faults_and_layouts():
     assert first == dict.fromkeys(combinations, 1)
     everything = {layout for ranks in (1, 2, 4) for layout in list_layouts(ranks)}
     assert {trial.layout for trial in trials} == everything == {trial.resumed_layout for trial in trials}
-    assert {layout.ranks for layout in everything} == {1, 2, 4} and {layout.zero for layout in everything} == {0, 1, 3}
-    assert all(trial.fault.rank < trial.layout.ranks and trial.fault.step < STEPS for trial in trials)
+    assert {layout.num_ranks for layout in everything} == {1, 2, 4} and {layout.zero for layout in everything} == {
+        0,
+        1,
+        3,
+    }
+    assert all(trial.fault.rank < trial.layout.num_ranks and trial.fault.step < STEPS for trial in trials)
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):

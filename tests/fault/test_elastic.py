@@ -1,5 +1,6 @@
 """Elastic runs: torchrun agents come and go, and the run goes on as if nothing had happened."""
 
+import json
 import os
 import signal
 import threading
@@ -37,7 +38,10 @@ class Run:
         self.folder = folder / "runs" / "0001"
 
     def rows(self) -> list[dict]:
-        return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        """The metrics, without a line that is just being written."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def starts(self) -> list[int]:
         """The number of ranks of each attempt."""
@@ -67,6 +71,8 @@ def stop(job, *agents):
 def assert_is_the_uninterrupted_run(run, tmp_path, *options):
     """Compare the metrics with those of a run on one process: steps, learning rates and losses."""
     rows = read_curve(run.folder)
+    named = zip(options[::2], options[1::2], strict=True)
+    options = [word for name, value in named if not name.startswith("--mesh.") for word in (name, value)]
     options = (*options, "--ranks", "1", "--folder", "uninterrupted", "--train.steps", str(rows[-1]["step"]))
     with Command("train", *options, folder=tmp_path, environ={"OMP_NUM_THREADS": "1"}) as command:
         assert command.end() == 0, command.output

@@ -7,19 +7,19 @@ import threading
 
 import pytest
 
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_recorded_and_nothing_is_interrupted(name):
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         assert stop.signal_name is None
         os.kill(os.getpid(), getattr(signal, name))
         assert stop.signal_name == name
 
 
 def test_a_second_interrupt_raises_at_once():
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -27,7 +27,7 @@ def test_a_second_interrupt_raises_at_once():
 
 
 def test_a_second_termination_is_the_same_request():
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert stop.signal_name == "SIGTERM"
@@ -39,10 +39,10 @@ def test_signal_handlers_are_restored_however_the_context_ends(error):
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         if error is None:
-            with StopRequest():
+            with StopSignalRecorder():
                 pass
         else:
-            with pytest.raises(error), StopRequest():
+            with pytest.raises(error), StopSignalRecorder():
                 raise error
         signal.raise_signal(signal.SIGTERM)
         assert seen == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is before
@@ -51,7 +51,7 @@ def test_signal_handlers_are_restored_however_the_context_ends(error):
 
 
 def test_a_context_entered_again_starts_without_a_request():
-    stop = StopRequest()
+    stop = StopSignalRecorder()
     with stop:
         signal.raise_signal(signal.SIGINT)
     with stop:
@@ -65,7 +65,7 @@ def test_only_the_main_thread_may_handle_signals():
 
     def enter():
         try:
-            with StopRequest():
+            with StopSignalRecorder():
                 pass
         except RuntimeError as error:
             errors.append(str(error))
@@ -86,7 +86,7 @@ def test_a_signal_is_recorded_while_the_main_thread_is_inside_a_call():
             os.sched_yield()
         recorded.append((stop.signal_name, call_returned.is_set()))
 
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         thread = threading.Thread(target=interrupt)
         thread.start()
         ctypes.CDLL(None).sleep(4)

@@ -12,7 +12,7 @@ from torch import nn
 
 from minidist.comm import CommError, GroupSpec, all_gather_object, all_reduce, bind, bind_all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
@@ -141,7 +141,7 @@ def test_any_layout_loads_what_another_saved_like_the_fast_version(ranks, tmp_pa
 
 def _load_damaged(world, root):
     group, shards = group_of(world), _shards(world.rank, world.size, True, False)
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(ErrorOnAnyRank) as caught:
         load(Disk(root), "step-00000007", shards, group)
     assert all((shard.tensor == -1).all() for shard in shards), "a tensor was written"
     return caught.value.found_damage, str(caught.value)
@@ -170,7 +170,7 @@ class FullDisk(Disk):
 def _save_to_full_disk(world, root):
     group = group_of(world)
     disk = FullDisk(root) if world.rank == world.size - 1 else Disk(root)
-    with pytest.raises(CollectiveError, match="no space left"):
+    with pytest.raises(ErrorOnAnyRank, match="no space left"):
         save(disk, 8, _shards(world.rank, world.size, False, True), {}, group)
 
 
@@ -223,7 +223,7 @@ def test_a_crash_leaves_the_earlier_checkpoint_or_the_new_one(tmp_path):
         try:
             save(CrashingDisk(root, changes), 2, run_shards(run, True), run_state(run), group)
             completed = True
-        except CollectiveError as failure:
+        except ErrorOnAnyRank as failure:
             assert isinstance(failure.__cause__, Died)
             completed = False
         fresh = make_run(2)
@@ -324,7 +324,7 @@ def _train_with_a_death(world, root, size, dying, when):
 
     def add_one(members):
         if ranks.dead and len(ranks.pids) < size:
-            ranks.start()
+            ranks.start_process()
 
     with ElasticRanks(train, size, on_group=add_one) as ranks:
         return dict(ranks.serve(DEADLINE_S)), ranks.groups

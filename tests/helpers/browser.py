@@ -1,6 +1,7 @@
 """Drive JupyterLab in a real browser: `python -m exercises lab` on a learner's folder, and one notebook of it."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exercises.catalogue import ROOT
+from minidist.tools.launch.parent_death import die_with_parent
 from tests.helpers.processes import wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -59,9 +61,12 @@ def jupyter_lab(work: Path, private: Path) -> Iterator[str]:
         "--ServerApp.ip=127.0.0.1",
     ]
     command = [sys.executable, "-m", "exercises", "--work", str(work), "lab", *options]
-    with open(private / "lab.log", "w") as log, subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:  # fmt: skip
+    # A killed pytest leaves no JupyterLab behind.
+    how = {"start_new_session": True, "preexec_fn": functools.partial(die_with_parent, os.getpid())}
+    with (
+        open(private / "lab.log", "w") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT, **how) as process,
+    ):
         try:
             address = private / "runtime" / f"jpserver-{process.pid}.json"
             up = wait_until(lambda: process.poll() is not None or _read_json(address), START_S)

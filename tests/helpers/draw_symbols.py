@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def public_symbols() -> Iterator[tuple[str, str, str]]:
     """(module, signature, docstring) of every public function, class, method and property of the package.
 
-    A method without a docstring of its own has that of the base class whose method it overrides.
+    A method without a docstring of its own has that of the base class whose method it overrides. The docstring of a
+    class includes those below its fields.
     """
     for file in sorted((ROOT / "minidist").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -34,12 +35,26 @@ def _symbols_in(body: list[ast.stmt], module: str, owner: str) -> Iterator[tuple
             continue
         text = ast.get_docstring(node) or (owner and _inherited_docstring(module, owner + node.name)) or ""
         if isinstance(node, ast.ClassDef):
-            fields = [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
-            yield module, f"class {node.name}({', '.join(fields)})", text
+            arguments, fields = _constructor(node)
+            text = "\n".join(filter(None, [text, *fields]))
+            yield module, f"class {node.name}({arguments})", text
             yield from _symbols_in(node.body, module, f"{node.name}.")
         else:
             result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
             yield module, f"{owner}{node.name}({ast.unparse(node.args)}){result}", text
+
+
+def _constructor(node: ast.ClassDef) -> tuple[str, list[str]]:
+    """Return the arguments of a class, and the docstrings below its fields, as `name: docstring`."""
+    arguments, fields = [], []
+    for item, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return ast.unparse(item.args).removeprefix("self").removeprefix(", "), fields
+        if isinstance(item, ast.AnnAssign) and not (name := ast.unparse(item.target)).startswith("_"):
+            arguments.append(name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                fields.append(f"{name}: {inspect.cleandoc(str(below.value.value))}")
+    return ", ".join(arguments), fields
 
 
 def _inherited_docstring(module: str, method: str) -> str:

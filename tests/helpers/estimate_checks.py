@@ -29,7 +29,7 @@ def make_config(layout: Layout, world: int, micro_batches: int = 4, **more) -> C
     """A small model, buckets of 4 kB, and a batch of 29 samples, which no number of ranks divides."""
     values = DEFAULT_SWITCHES | {"micro_batches": micro_batches, "gradients": "bucketed"}
     values |= {name: more.pop(name) for name in list(more) if name in SWITCHES}
-    config = Case(world, max(2, layout.pp * layout.chunks), layout, **values).config()
+    config = Case(world, max(2, layout.pp * layout.chunks_per_stage), layout, **values).config()
     parts = {name: dataclasses.replace(getattr(config, name), **changed) for name, changed in more.items()}
     return dataclasses.replace(config, **parts)
 

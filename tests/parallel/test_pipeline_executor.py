@@ -49,7 +49,7 @@ class RecordingReducer:
     def __init__(self):
         self.sums, self.events = {}, []
 
-    def add(self, name, grad):
+    def accumulate(self, name, grad):
         assert ("ready", name) not in self.events
         self.events.append(("add", name))
         self.sums[name] = self.sums.get(name, 0) + grad.detach().clone()
@@ -66,7 +66,7 @@ def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
     uses = [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
     chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.num_chunks)}
-    parameters, reducer, end = make_parameters(list(chunk_of)), RecordingReducer(), made.positions - 1
+    parameters, reducer, end = make_parameters(list(chunk_of)), RecordingReducer(), made.num_parts - 1
     used_by = {name: (chunk_of[int(name.removeprefix("scale").removeprefix("w"))],) for name in parameters}
     shared = ["scale0"] if 0 in chunk_of else []
     executor = PipelineExecutor(
@@ -90,7 +90,7 @@ def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
 
 
 def run_in_one_process(kind: str, stages: int, micro_batches: int) -> dict[str, torch.Tensor]:
-    positions = build_schedule(kind, stages, micro_batches).positions
+    positions = build_schedule(kind, stages, micro_batches).num_parts
     parameters = make_parameters(list(range(positions)))
     for x in make_inputs(micro_batches):
         for position in range(positions):

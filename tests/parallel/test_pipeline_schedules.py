@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, StageAction, last_backward_index
 from minidist.parallel.pipeline.schedules import build_schedule
-from minidist.tools.simulate.check import check_schedule, live_micro_batches, peak_live_micro_batches
+from minidist.tools.simulate.check import check_schedule, live_micro_batches_per_action, peak_live_micro_batches
 from minidist.validation import SCHEDULES
 
 STAGES = st.integers(1, 6)
@@ -96,7 +96,7 @@ def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(k
 def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     places = [(stage, chunk) for stage in range(stages) for chunk in range(made.num_chunks)]
-    assert sorted(made.position(*place) for place in places) == list(range(made.positions))
+    assert sorted(made.position(*place) for place in places) == list(range(made.num_parts))
     assert all(made.owner(made.position(*place)) == place for place in places)
 
 
@@ -106,7 +106,7 @@ def test_feeds_and_needs_are_inverse(kind, stages, micro_batches):
     places = [StageAction(stage, action) for stage, order in enumerate(made.orders) for action in order]
     fed = {(place, consumer) for place in places if (consumer := made.consumer(*place))}
     assert fed == {(n, p) for p in places for n in made.dependencies(*p) if n.action.kind == p.action.kind}
-    assert len(fed) == 2 * (made.positions - 1) * made.micro_batches
+    assert len(fed) == 2 * (made.num_parts - 1) * made.micro_batches
 
 
 def test_zb_v_ends_on_its_first_stage():
@@ -146,8 +146,8 @@ def test_interleaved_keeps_more_micro_batches_live_than_1f1b(stages, chunks):
 
 
 def test_a_micro_batch_is_live_until_its_last_backward_ends():
-    assert live_micro_batches(build_schedule("1f1b", 2, 3), 0) == [1, 2, 2, 2, 2, 1]
-    assert live_micro_batches(build_schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
+    assert live_micro_batches_per_action(build_schedule("1f1b", 2, 3), 0) == [1, 2, 2, 2, 2, 1]
+    assert live_micro_batches_per_action(build_schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
 
 
 @given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)

@@ -223,12 +223,12 @@ def test_replicas_without_a_group_are_refused():
 @pytest.mark.parametrize("kind", ["naive", "bucketed"])
 def test_a_gradient_after_its_ready_is_refused(kind):
     model, reducer, _ = set_up(World.single(), kind, 1e-4)
-    reducer.add("never", torch.ones(3, dtype=torch.float64))
+    reducer.accumulate("never", torch.ones(3, dtype=torch.float64))
     reducer.mark_ready("never")
     with pytest.raises(RuntimeError, match="a gradient of never came after mark_ready"):
-        reducer.add("never", torch.ones(3, dtype=torch.float64))
+        reducer.accumulate("never", torch.ones(3, dtype=torch.float64))
     reducer.clear_gradients()
-    reducer.add("never", torch.ones(3, dtype=torch.float64))
+    reducer.accumulate("never", torch.ones(3, dtype=torch.float64))
     reducer.finish_reductions()
     assert model.never.grad.tolist() == [1.0] * 3
 
@@ -237,7 +237,7 @@ def abort_with_bucket_in_flight(world: World) -> list:
     """Abort a step while its first bucket is in flight; return that bucket's gradient after the next step has begun."""
     model, reducer, meter = set_up(world, "bucketed", 1e-9)
     meter.records.clear()
-    reducer.add("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
+    reducer.accumulate("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
     reducer.mark_ready("tied.bias")
     assert len(meter.records) == 1
     before = reducer._buckets[0]

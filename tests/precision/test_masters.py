@@ -84,7 +84,7 @@ def accumulate_gradients(world, configs) -> list[list[float]]:
         engine = build_engine(world, config)
         for micro_batch in range(4):
             for at in range(64 + (micro_batch == 0)):
-                engine.reducer.add(
+                engine.reducer.accumulate(
                     name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16)
                 )
             engine.reducer.finish_micro_batch()
@@ -129,7 +129,7 @@ def mean_updates(world, configs) -> list[tuple[float, float]]:
         for member in engine.reducer.members:
             member.gradients.result.fill_(1.0)
         for step in range(100):
-            engine.update(1e-4, 1.0, step)
+            engine.clip_and_update(1e-4, 1.0, step)
         by = {name: tensor.double() - start[name] for name, tensor in engine.reducer.checkpoint_tensors().items()}
         every = torch.cat([tensor.flatten() for tensor in by.values()])
         results.append((by["model.norm.weight"].mean().item(), every.mean().item()))

@@ -1,8 +1,10 @@
 """The benchmark of restarts: it kills ranks under torchrun, and refuses impossible options."""
 
 import json
+import sys
 
 from bench.__main__ import main
+from bench.compare_restarts import measure_recovery
 from tests.helpers.small_run import OPTIONS, write_text
 
 
@@ -12,9 +14,16 @@ def test_a_restart_is_measured_beside_that_of_an_empty_program(server, tmp_path,
     options = ["--ranks", "2", "--rounds", "1", f"--train={train}", "--json", str(file)]
     assert main(["restart", *options], server) == 0
     seconds = json.loads(file.read_text())["seconds"]
-    assert list(seconds) == ["empty program", "minidist train"]
+    assert list(seconds) == ["empty program", "import torch", "minidist train"]
     assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
     assert "beyond an empty program" in capsys.readouterr().out
+
+
+def test_a_process_that_outlives_its_program_does_not_delay_the_end(tmp_path):
+    child = "import time; print('ready', flush=True); time.sleep(1000)"
+    text = f"import subprocess, sys\nfor _ in range(2):\n    subprocess.run([sys.executable, '-c', {child!r}])"
+    [seconds] = measure_recovery([sys.executable, "-c", text], tmp_path, "ready", ["ready"], 1)
+    assert seconds > 0
 
 
 def test_impossible_options_are_refused(server, capsys):

@@ -5,7 +5,7 @@ import torch
 
 from minidist.errors import UserError
 from minidist.tools.chaos.faults import KINDS, PHASES, Fault, parse_fault
-from minidist.tools.chaos.injector import carry_out, flip_bit
+from minidist.tools.chaos.injector import execute_fault, flip_bit_of_first_element
 
 
 def test_a_fault_is_read_as_it_is_written():
@@ -38,10 +38,10 @@ def test_an_impossible_fault_is_refused(text, message):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_bit_of_one_element_flips(dtype):
     tensor = torch.tensor([1.5, 2.0], dtype=dtype)
-    flip_bit(tensor, 0)  # the sign
+    flip_bit_of_first_element(tensor, 0)  # the sign
     assert tensor.tolist() == [-1.5, 2.0]
-    flip_bit(tensor, 0)
-    flip_bit(tensor)  # a bit of the exponent: another power of two
+    flip_bit_of_first_element(tensor, 0)
+    flip_bit_of_first_element(tensor)  # a bit of the exponent: another power of two
     ratio = tensor[0].item() / 1.5
     assert ratio != 1 and torch.log2(torch.tensor(ratio, dtype=torch.float64)) % 1 == 0 and tensor[1] == 2.0
 
@@ -49,14 +49,14 @@ def test_one_bit_of_one_element_flips(dtype):
 def test_a_flipped_bit_is_not_seen_by_autograd():
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
-    carry_out(Fault("flip", 0, 1, "backward"), lambda: {"w": weight}, dict)
+    execute_fault(Fault("flip", 0, 1, "backward"), lambda: {"w": weight}, dict)
     loss.backward()  # raises if autograd has noticed the change
     assert weight[0] != 1 and torch.equal(weight[1:], torch.ones(2))
 
 
 def test_nan_and_a_full_disk():
     gradient = torch.zeros(2, 3)
-    carry_out(Fault("nan", 0, 1, "agree"), dict, lambda: {"a": None, "b": gradient, "c": torch.zeros(1)})
+    execute_fault(Fault("nan", 0, 1, "agree"), dict, lambda: {"a": None, "b": gradient, "c": torch.zeros(1)})
     assert gradient.isnan().sum() == 1
     with pytest.raises(OSError, match="No space left"):
-        carry_out(Fault("full", 0, 1, "write"), dict, dict)
+        execute_fault(Fault("full", 0, 1, "write"), dict, dict)

@@ -63,7 +63,10 @@ def finished(tmp_path_factory):
     ("arguments", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train"),
-        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, chaos, estimate, simulate, doctor"),
+        (
+            ["xyz"],
+            "there is no command 'xyz'; possible: train, sample, parity, consistency, chaos, estimate, simulate, doc",
+        ),
         (["train", "--ranks", "0"], "--ranks is 0; at least 1 rank is needed"),
         (["train", "--ranks", "3", "--mesh.dp", "2"], "needs 2 ranks, the world has 3: set --mesh.dp 3"),
         (["train", "--ranks", "1", "--mesh.dp", "2"], r'needs 2 ranks, the world has 1: start with .* "--ranks 2"'),
@@ -253,7 +256,9 @@ def test_options_are_parsed():
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", ["train", "sample", "parity", "chaos", "estimate", "simulate", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["train", "sample", "parity", "consistency", "chaos", "estimate", "simulate", "doctor"]
+)
 def test_help_is_as_wide_as_the_terminal_at_most(capsys, monkeypatch, columns, command):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
@@ -267,7 +272,7 @@ def test_help_and_refusals_do_not_wait_for_torch(place):
     ask = """
 import sys
 from minidist.tools.cli import main, parse_train_options
-for arguments in ("--help", "trian", "train --ranks 0", "train --data.path no", "train --help"):
+for arguments in ("--help", "trian", "train --ranks 0", "train --data.path no", "consistency --h 7", "train --help"):
     try:
         main(arguments.split())
     except SystemExit:

@@ -20,6 +20,12 @@ LAYOUTS = {
     "tensor parallel": (4, {"mesh__tp": 2, "parallel__sequence": True}),
     "replicated key heads": (2, {"mesh__tp": 2, "model__num_kv_heads": 1}),
     "tied embedding on two stages": (2, {"mesh__pp": 2, "model__num_layers": 2, "model__tie_embeddings": True}),
+    "diloco": (2, {"consistency__mode": "diloco", "consistency__h": 1}),
+    "local": (2, {"consistency__mode": "local", "consistency__h": 1}),
+    "diloco with zero 1 inside": (
+        4,
+        {"consistency__mode": "diloco", "consistency__h": 1, "consistency__replicas": 2, "zero__stage": 1},
+    ),
     "tensor parallel and zero 2": (4, {"mesh__tp": 2, "zero__stage": 2}),
 }
 
@@ -28,7 +34,7 @@ def allocated_copies(world: World, config: Config) -> int:
     torch.set_num_threads(1)
     with contextlib.closing(make_trainer(world, config)) as trainer:
         trainer.run(Stop())
-        return trainer.saver.copy_bytes
+        return trainer.saver.host_copy_bytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -10,6 +10,7 @@ from minidist.comm import World, barrier, bind
 from minidist.config import (
     CommConfig,
     Config,
+    ConsistencyConfig,
     DataConfig,
     MeshConfig,
     OptimConfig,
@@ -25,7 +26,7 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.tools.estimate.estimate import MEMORY_KINDS, estimate
-from minidist.tools.memory.breakdown import engine_tensors_by_kind, measure_peak
+from minidist.tools.memory.breakdown import make_engine_tensor_lister, measure_peak
 from minidist.train.engine import Engine
 
 # Large enough that logits, gathered flat parameters and flat gradients matter, small enough for a fast step.
@@ -47,6 +48,7 @@ def configured(
         precision=PrecisionConfig(policy=policy, **more.pop("precision", {})),
         optim=OptimConfig(**more.pop("optim", {})),
         comm=CommConfig(**more.pop("comm", {})),
+        consistency=ConsistencyConfig(**more.pop("consistency", {})),
         train=TrainConfig(global_batch=batch, micro_batches=k),
         recompute=recompute,
     )
@@ -75,7 +77,7 @@ def peaks(world: World, configs: list[Config], steps: int = 1) -> list:
         engine, step = steps_of(world, config)
         for number in range(steps):
             step(number)()
-        results.append(measure_peak(step(steps), engine_tensors_by_kind(engine)))
+        results.append(measure_peak(step(steps), make_engine_tensor_lister(engine)))
         barrier(engine.groups["control"])  # a rank that has ended shares its pages with nobody
         engine.groups.destroy()
     return results
@@ -92,6 +94,9 @@ GRID = {
         configured(batch=1, optim={"kind": "muon"}, k=1),  # where the update is
     ],
     2: [
+        configured(consistency={"mode": "diloco", "h": 1}),
+        configured(batch=2, consistency={"mode": "diloco", "h": 1}, model={"vocab_size": 640}),  # where the merge is
+        configured(batch=2, consistency={"mode": "local", "h": 1}, model={"vocab_size": 640}),
         configured(stage=1, policy="bf16", precision={"reduce": "bf16"}),
         configured(stage=2, k=4),
         configured(stage=3, model={"tie_embeddings": False}),
@@ -107,6 +112,7 @@ GRID = {
     ],
     4: [
         configured(stage=3),
+        configured(stage=1, policy="bf16", consistency={"mode": "diloco", "h": 1, "replicas": 2}),
         configured(stage=2, policy="bf16", k=2),
         configured(mesh={"pp": 2, "tp": 2}, k=4, how={"sequence": True}),
         configured(mesh={"tp": 2}, stage=1, recompute="block"),

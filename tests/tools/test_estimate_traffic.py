@@ -8,7 +8,7 @@ from minidist.config import Config, PrecisionConfig
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import GRADIENTS
 from minidist.tools.parity.layouts import Layout, list_layouts
-from minidist.tools.parity.plan import possible_switches
+from minidist.tools.parity.plan import possible_switch_values
 from tests.helpers.estimate_checks import assert_estimate_is_measured, make_config
 from tests.helpers.exhaustive import exhaustive
 
@@ -34,7 +34,7 @@ def test_model_states_and_traffic_match_the_estimate_under_zero_and_16_bits(rank
         cycle(("adamw", "muon")),
     )
     for layout in [*chosen, *chosen]:
-        able = possible_switches(layout)
+        able = possible_switch_values(layout)
         kind = next(kinds)
         while kind not in able["gradients"] and layout.dp * layout.cp > 1:
             kind = next(kinds)

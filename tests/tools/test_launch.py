@@ -12,7 +12,7 @@ import torch.distributed as dist
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankFailure, RankServer, threads_per_rank
 from minidist.tools.launch.device import choose_backend, choose_device
-from tests.helpers.processes import DEFAULT_CPU_BACKEND
+from tests.helpers.processes import DEFAULT_CPU_BACKEND, run_python
 
 DEADLINE_S = 240.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +102,19 @@ def test_functions_of_files_that_cannot_be_imported_go_by_path(ranks, tmp_path, 
     with pytest.raises(RunError) as caught:
         ranks(module.answer, 2, 1)
     assert f"{file} cannot be imported on the ranks: AssertionError: no such luck" in str(caught.value)
+
+
+def test_a_script_that_starts_ranks_when_it_is_imported_is_refused_by_its_ranks(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(
+        "from minidist.tools.launch import RankServer\n"
+        "def answer(world):\n    return world.rank\n"
+        "with RankServer() as server:\n    print(server.run(answer, 2).values)\n"
+    )
+    ended = run_python(str(file))
+    assert ended.returncode == 1
+    assert f"{file} starts ranks, and each rank imports the file" in ended.stderr
+    assert 'if __name__ == "__main__":' in ended.stderr
 
 
 # What cannot work is said at once

@@ -164,12 +164,12 @@ class Simulation:
                 useful = member == generation.ranks[0] and members.is_regroup_useful()
                 store.set(f"{key}/{member}", "regroup" if useful else "go on")
                 while not has_failed and not all(store.check([f"{key}/{other}"]) for other in generation.ranks):
-                    has_failed = members.find_loss() is not None
+                    has_failed = members.find_lost_rank() is not None
                 regroup = not has_failed and store.get(f"{key}/{generation.ranks[0]}") == b"regroup"
                 if has_failed or regroup:
                     break
             if not has_failed and not regroup:
-                members.end({"step": STEPS})
+                members.end_run({"step": STEPS})
                 self.summaries[member] = {"step": STEPS}
                 return
         self.summaries[member] = members.summary
@@ -246,7 +246,7 @@ def test_a_new_member_waits_as_long_as_the_others_work():
 
     def end_after_some_turns():
         if next(turns, None) is None and "summary" not in values:
-            first.end({"step": 9})
+            first.end_run({"step": 9})
 
     late = Membership(Store(values, end_after_some_turns), 1, 1, lambda live: min(live, 1), 0.0)
     assert late.join_next_generation() is None and late.summary == {"step": 9}
@@ -264,13 +264,13 @@ def test_only_a_loss_makes_the_others_leave():
     log = membership_module._arrival_log(store, 1)
     log.append({"member": 2, "has_failed": False})  # a new member
     log.append({"member": 1, "has_failed": False})  # this one goes with a step of which all know
-    assert members[0].find_loss() is None
+    assert members[0].find_lost_rank() is None
     record_death(store, Death(7, 70, "killed by SIGKILL", 0.0))  # not one of these
-    assert members[0].find_loss() is None
+    assert members[0].find_lost_rank() is None
     log.append({"member": 1, "has_failed": True})
-    assert members[0].find_loss() == "an operation of rank 1 has failed, and it has left generation 0"
+    assert members[0].find_lost_rank() == "an operation of rank 1 has failed, and it has left generation 0"
     record_death(store, Death(1, 10, "killed by SIGKILL", 0.0))
-    assert members[0].find_loss() == "rank 1 (process 10) has died: killed by SIGKILL"
+    assert members[0].find_lost_rank() == "rank 1 (process 10) has died: killed by SIGKILL"
 
 
 def connect_after_a_failed_attempt(world, backend):

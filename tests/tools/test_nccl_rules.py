@@ -22,7 +22,7 @@ PLAIN = {name: values[0] for name, values in SWITCHES.items()}
 def record_training(world: World, layout: Layout, gradients: str, micro_batches: int) -> list:
     """The records of the start, of two training steps and of an evaluation."""
     values = PLAIN | {"gradients": gradients, "micro_batches": micro_batches}
-    case = Case(world.size, max(2, layout.pp * layout.chunks), layout, **values)
+    case = Case(world.size, max(2, layout.pp * layout.chunks_per_stage), layout, **values)
     config = case.config()
     groups = bind(world, layout.mesh, group_specs(layout.mesh, config), meter=Meter())
     engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)

@@ -39,10 +39,10 @@ ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "floa
 PASSING_ROW = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
 # All combinations for 2 ranks, counted by hand. Common to all layouts: six switches of two values, and three kinds of
 # recomputation. Per layout: micro-batches (two of the six pipeline schedules refuse a single one), optimizers, starts,
-# shares, and the reductions of all dtypes: 2 for each of two dtypes (7 with data parallelism), one fewer for the rest.
+# shares, and the reductions of all dtypes: 2 for each of two dtypes (7 with cp=2, 8 with dp=2), fewer for 16 bits.
 _COMMON = 2**6 * 3
 ALL_COMBINATIONS = _COMMON * (
-    2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6
+    2 * 3 * 6 + 2 * 3 * 28 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6
 )
 COVERED = "the rows that run contain every pair of their values"
 BAD = PASSING_ROW | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
@@ -250,8 +250,8 @@ def test_the_table_fits_100_columns(ranks):
 
 def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
     text = "\n".join(describe_plan(ParityOptions(), list_cases(plan_cases(2))))
-    assert "101 rows" in text and "1 rank: 16 rows; 356 of the 356 pairs" in text
-    assert "dp=2: 29 rows; 551 of the 551 pairs" in text
+    assert "104 rows" in text and "1 rank: 16 rows; 356 of the 356 pairs" in text
+    assert "dp=2: 32 rows; 577 of the 577 pairs" in text
     assert "all other layouts of 2 ranks: 56 rows on 3 meshes; 1114 of the 1114 pairs" in text
     assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches" in text
 
@@ -260,7 +260,7 @@ def test_the_full_product_is_described():
     options = ParityOptions(ranks=2, full=True)
     cases = choose_cases(options)
     met = [line.split("; ")[1] for line in describe_plan(options, cases) if " rows" in line and "pairs" in line]
-    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 551, 1114)]
+    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 577, 1114)]
 
 
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():
@@ -281,7 +281,7 @@ def test_only_takes_a_part_of_a_name_or_a_regular_expression():
         (ParityOptions(ranks=-3), "--ranks is -3"),
         (
             ParityOptions(only="dp=7"),
-            "--only 'dp=7' matches none of the 101 rows of --ranks 2, which are named like",
+            "--only 'dp=7' matches none of the 104 rows of --ranks 2, which are named like",
         ),
         (ParityOptions(only="("), "--only '(' is not a regular expression"),
         (ParityOptions(json=Path("/no/such/folder/rows.json")), "there is no folder /no/such/folder"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minidist.comm import Meter
-from minidist.comm.handles import Handle, Launched
+from minidist.comm.handles import Handle, LaunchedOperation
 from minidist.comm.status import Channel
 from minidist.tools.deadlock.status_page import StatusPage
 from tests.helpers.watch import SimulatedRanks
@@ -47,18 +47,18 @@ def test_a_rank_whose_gpu_has_not_completed_an_operation_is_pending_until_it_has
     page.track_pending_operations()
     page.on_resume()
     first, second = launch(page, GRADS), launch(page, GRADS, shape=(5,))
-    before = page.poll_pending_operations()
+    before = page.poll_pending_and_get_version()
     snapshot = page.take_snapshot()
     assert (snapshot.state, snapshot.wait_channel, snapshot.wait_seq) == ("pending", GRADS, 1)
     assert snapshot.progress_on(GRADS)[::2] == (2, 2)
     assert page.is_blocked and StatusPage.read_snapshot(page.to_bytes()) == snapshot
     launch(page, CONTROL)  # the host goes on, the oldest operation is the same
-    assert page.poll_pending_operations() == before and page.take_snapshot().version == snapshot.version
+    assert page.poll_pending_and_get_version() == before and page.take_snapshot().version == snapshot.version
     first.completed = True
-    assert page.poll_pending_operations() != before
+    assert page.poll_pending_and_get_version() != before
     assert page.take_snapshot().wait_operation == "all_reduce (5,) float32"
     second.completed = True
-    page.poll_pending_operations()
+    page.poll_pending_and_get_version()
     assert page.take_snapshot().wait_channel == CONTROL
 
 
@@ -123,13 +123,17 @@ def test_the_wait_of_a_handle_reports_what_the_gpu_has_not_completed():
     page.track_pending_operations()
     page.on_resume()
     record = SimpleNamespace(waited=None)
-    at = Launched(GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record)
+    at = LaunchedOperation(
+        GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record
+    )
     group = SimpleNamespace(world=SimpleNamespace(status=page), meter=Meter())
     Handle(group, [work], [at], [SimpleNamespace(is_cuda=True)]).wait()
     assert page.take_snapshot().state == "pending"
     work.completed = True
-    page.poll_pending_operations()
+    page.poll_pending_and_get_version()
     assert page.take_snapshot().state == "running"
-    at = Launched(GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record)
+    at = LaunchedOperation(
+        GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record
+    )
     Handle(group, [Work()], [at], [torch.zeros(4)]).wait()  # on the CPU the wait is over when it returns
     assert page.take_snapshot().state == "running"

@@ -85,7 +85,7 @@ def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers
     assume(sum(f + b + w))
     splits = kind.startswith("zb")
     by_stage = {"F": f, "B": b if splits else [x + y for x, y in zip(b, w, strict=True)], "W": w}
-    stage_of = {p: made.owner(p)[0] for p in range(made.positions)}
+    stage_of = {p: made.owner(p)[0] for p in range(made.num_parts)}
     known = longest_paths(
         made.orders, lambda kind, p: by_stage[kind][stage_of[p]] / made.num_chunks, comm, made.placement
     )

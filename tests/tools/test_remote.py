@@ -3,6 +3,7 @@
 import shutil
 import sys
 import uuid
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -10,11 +11,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from minidist.comm import World
+from minidist.config import CheckpointConfig
 from minidist.errors import DamagedError, UserError
 from minidist.fault.checkpoint import save_checkpoint
 from minidist.fault.folders import complete_checkpoints
 from minidist.fault.index import verify_checkpoint
-from minidist.tools.remote import RemoteFolder, fetch_newer_checkpoint
+from minidist.tools.remote import CheckpointUploader, RemoteFolder, fetch_newer_checkpoint
 from tests.helpers.checkpoint_cases import full_shard
 from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text
 
@@ -102,6 +104,16 @@ def test_a_run_goes_on_from_its_remote_checkpoints_when_its_folder_is_gone(url, 
     assert read_curve(tmp_path / "run") == read_curve(tmp_path / "whole")[5:]
     assert RemoteFolder(url).complete_steps() == [5, 6]
     assert not list((tmp_path / "run").glob("upload-*"))
+
+
+def test_what_a_killed_run_left_of_its_uploads_is_deleted_when_the_next_run_starts(tmp_path):
+    (tmp_path / "upload-00000004").mkdir()
+    (tmp_path / "upload-00000004" / "state").write_bytes(bytes(100))
+    uploader = CheckpointUploader(CheckpointConfig(remote="memory://left-over"))
+    uploader.on_start(SimpleNamespace(folder=tmp_path, world=World.single()))
+    left = list(tmp_path.iterdir())
+    uploader.close()
+    assert left == []
 
 
 class BrokenOnce(MemoryFileSystem):

@@ -8,7 +8,7 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.console.lines import PlainView, format_final_losses, format_metrics
 from minidist.tools.console.live import LiveView, sparkline
 from minidist.tools.console.loss_plot import draw_loss, place_baseline_labels
@@ -54,7 +54,7 @@ def test_plain_lines_come_in_the_order_of_events(capsys):
     view.show_metrics(ROW, LANES)
     view.show_held_out_loss(20, 2.25)
     view.show_sample("def ", "f():\n    pass")
-    view.show_end(1.25, LINES)
+    view.show_final_losses(1.25, LINES)
     view.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -101,7 +101,7 @@ def test_the_live_view_shows_numbers_and_a_lane_per_rank():
 
 def test_the_live_view_acknowledges_a_signal_without_waiting_for_the_step():
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    stop = StopRequest()
+    stop = StopSignalRecorder()
     live = LiveView(["header"], 50, console=console, stop=stop)
     try:
         stop.signal_name = "SIGINT"  # no event of the run follows: the view's own refresh shows it

@@ -300,7 +300,7 @@ def test_forgetting_a_process_that_has_ended_leaves_the_next_one_watched():
         children[0].kill()
         assert wait_until(lambda: ended == ["first"])
         second = here.watch_process(children[1].pid, lambda: ended.append("second"))
-        assert second.fd == first.fd
+        assert second.pidfd == first.pidfd
         here.unwatch_process(first)
         children[1].kill()
         assert wait_until(lambda: ended == ["first", "second"])

@@ -64,7 +64,7 @@ def test_a_meter_keeps_times_only_if_enabled():
     assert early.waited and mine.waited  # the order of events is kept as ever
     assert kept.spans == [TimedSpan("step", 110, 115, {"step": 1})]
     assert kept.waits == [TimedSpan("all_reduce", 112, 115, {"step": 1, "of": [mine]})]
-    assert [(f.record.seq, f.launched, f.completed, f.attributes) for f in kept.operations] == [
+    assert [(f.record.seq, f.launched, f.completion_time, f.attributes) for f in kept.operations] == [
         (2, 112, 115, {"step": 1}),
         (3, 115, None, {}),
     ]
@@ -98,7 +98,10 @@ def test_an_operation_ends_when_the_backend_completes_it():
     clock.at = 7
     for one in both_launched:
         meter.on_wait_end(one)
-    assert [(flight.launched, flight.completed) for flight in meter.stop_recording().operations] == [(0, 3), (0, 7)]
+    assert [(flight.launched, flight.completion_time) for flight in meter.stop_recording().operations] == [
+        (0, 3),
+        (0, 7),
+    ]
 
 
 def told_to_the_meter(world):

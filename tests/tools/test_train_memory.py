@@ -13,7 +13,7 @@ import torch
 from minidist.comm import World
 from minidist.config import Config
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.memory.breakdown import PeakByKind, measure_peak, tensors_by_kind
+from minidist.tools.memory.breakdown import PeakByKind, make_tensor_lister, measure_peak
 from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
 from tests.helpers.activation_cases import build_engine, make_config, random_batch
 
@@ -235,7 +235,7 @@ def of_a_step(world: World, config: Config):
     def step():
         engine.step(1, [random_batch(SAMPLES, config.model.vocab_size)], lr=0.1)
 
-    found = measure_peak(step, tensors_by_kind(engine.model, engine.optimizer))
+    found = measure_peak(step, make_tensor_lister(engine.model, engine.optimizer))
     engine.groups.destroy()
     return found, everything.bytes
 

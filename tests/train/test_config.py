@@ -8,7 +8,7 @@ import pytest
 
 from minidist.config import Config, to_toml
 from minidist.errors import UserError
-from minidist.tools.config_file import from_text, from_toml
+from minidist.tools.config_file import parse_config_text, read_config_file
 from minidist.validation import validate
 from tests.helpers.small_run import with_changes
 
@@ -76,8 +76,8 @@ def test_a_configuration_round_trips_through_toml(path):
     config = with_changes(
         Config(), data__path=Path(path), data__shares=(0.25, 1e-9), optim__clip_norm=None, model__tie_embeddings=False
     )
-    assert from_text(to_toml(config), "x") == config
-    assert from_text(to_toml(Config()), "x") == Config()
+    assert parse_config_text(to_toml(config), "x") == config
+    assert parse_config_text(to_toml(Config()), "x") == Config()
 
 
 def test_every_field_is_written():
@@ -95,7 +95,7 @@ def test_every_field_is_written():
 
 def test_a_file_changes_only_what_it_names():
     base = with_changes(Config(), train__seed=7)
-    assert from_text("[train]\nsteps = 9\n[data]\nshares = [1, 2]", "f", base) == with_changes(
+    assert parse_config_text("[train]\nsteps = 9\n[data]\nshares = [1, 2]", "f", base) == with_changes(
         base, train__steps=9, data__shares=(1.0, 2.0)
     )
 
@@ -120,12 +120,12 @@ def test_a_file_changes_only_what_it_names():
 )
 def test_a_wrong_file_is_reported_by_key_and_type(text, message):
     with pytest.raises(UserError, match=message):
-        from_text(text, "f.toml")
+        parse_config_text(text, "f.toml")
 
 
 def test_a_file_that_cannot_be_read_is_reported(tmp_path):
     with pytest.raises(UserError, match="--config .*no.toml cannot be read: No such file"):
-        from_toml(tmp_path / "no.toml")
+        read_config_file(tmp_path / "no.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="bytes.toml is not a TOML file: it is not text"):
-        from_toml(tmp_path / "bytes.toml")
+        read_config_file(tmp_path / "bytes.toml")

@@ -9,7 +9,7 @@ from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parameters import Box, ParamSpec, flat_boxes
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.estimate.traffic import exchanged_elements
+from minidist.tools.estimate.traffic import count_elements_sent_by_muon
 from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.matrix_plan import MatrixShard, assign_matrix_owners
 
@@ -56,9 +56,9 @@ def test_every_rank_gets_its_shard_of_the_full_matrix_result(ranks, world, repli
 def test_owners_share_the_work_equally_and_send_each_shard_once():
     shards = [{f"m{i}": MatrixShard(rank, 10) for i in range(8)} for rank in range(4)]
     plan = assign_matrix_owners(shards)
-    assert sorted(plan.owner.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(plan.owner_by_matrix.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
     # Two of eight matrices are a rank's own: it sends shards of six, and of its two an update to three ranks.
-    assert [exchanged_elements(plan, rank) for rank in range(4)] == [(60, 60)] * 4
+    assert [count_elements_sent_by_muon(plan, rank) for rank in range(4)] == [(60, 60)] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -12,7 +12,7 @@ from minidist.tools.parity.cases import SWITCHES
 from minidist.tools.parity.command import ParityOptions, choose_cases, describe_left_out_combinations, describe_plan
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.tools.parity.names import parse_case_name
-from minidist.tools.parity.plan import list_cases, make_case, plan_cases, possible_switches
+from minidist.tools.parity.plan import list_cases, make_case, plan_cases, possible_switch_values
 from minidist.validation import validate
 
 NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
@@ -23,7 +23,7 @@ def test_every_valid_case_name_parses_to_its_case(ranks, seed):
     """An invalid combination's name is refused with the reason why it cannot run."""
     draw = random.Random(seed)
     layout = draw.choice([Layout(), *list_layouts(ranks)])
-    case = make_case(layout, {switch: draw.choice(values) for switch, values in possible_switches(layout).items()})
+    case = make_case(layout, {switch: draw.choice(values) for switch, values in possible_switch_values(layout).items()})
     try:
         validate(case.config(), case.world_size)
     except UserError as error:
@@ -95,8 +95,8 @@ def test_a_case_outside_the_plan_is_counted_in_the_description():
     options = ParityOptions(only=NAME)
     cases = choose_cases(options)
     assert not set(cases) & set(list_cases(plan_cases(2)))
-    assert [line for line in describe_plan(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 551 pairs")]
-    everything = sum(part.product for part in plan_cases(2))
+    assert [line for line in describe_plan(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 577 pairs")]
+    everything = sum(part.num_combinations for part in plan_cases(2))
     assert list(describe_left_out_combinations(options, cases)) == [
         f"{everything - 1} more combinations of layouts and switches"
     ]

@@ -57,7 +57,7 @@ def test_the_intersection_of_boxes_is_that_of_their_elements(shape, data):
     else:
         assert (marked(shared) == both).all()
         whole = np.arange(math.prod(shape)).reshape(shape)
-        assert (whole[a.slices][shared.within(a)] == whole[shared.slices]).all()
+        assert (whole[a.slices][shared.slices_in(a)] == whole[shared.slices]).all()
 
 
 def test_a_box_that_ends_before_it_starts_is_refused():

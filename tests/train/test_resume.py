@@ -11,7 +11,7 @@ from minidist.config import OptimConfig, PrecisionConfig
 from minidist.errors import UserError
 from minidist.tools.config_warnings import describe_learning_rate_jump
 from minidist.tools.console import metrics_file
-from minidist.tools.launch.resume import resumed_config
+from minidist.tools.launch.resume import read_resumed_config
 from minidist.tools.launch.run_folder_guard import open_checked_run_folder
 from tests.helpers.small_run import (
     read_checkpoint,
@@ -105,7 +105,7 @@ def test_foreign_lines_of_the_metrics_file_stay_as_they_are(tmp_path, is_last_li
 def test_a_resumed_run_keeps_its_options(tmp_path):
     config = small_config(tmp_path / "run", write_text(tmp_path), optim__lr=0.25)
     train_small(World.single(), config, stop_after=2)
-    assert resumed_config(tmp_path / "run") == with_resume(config, tmp_path / "run", folder=None)
+    assert read_resumed_config(tmp_path / "run") == with_resume(config, tmp_path / "run", folder=None)
 
 
 def test_resuming_an_earlier_checkpoint_needs_a_new_folder(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from minidist.fault import folders
 from minidist.fault.index import verify_checkpoint
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.launch.run import train_and_report
 from minidist.train.observer import Observer
 from minidist.train.trainer import train
@@ -56,7 +56,7 @@ def test_a_signal_to_the_ranks_saves_and_ends_them(server, tmp_path, number):
 def run_with_a_signal(world, config, place):
     """Send SIGTERM to rank 0 when it begins to evaluate or to save; returns the summary and how often it did either."""
     torch.set_num_threads(1)
-    with StopRequest() as stop, contextlib.closing(make_trainer(world, config)) as trainer:
+    with StopSignalRecorder() as stop, contextlib.closing(make_trainer(world, config)) as trainer:
         calls, saver, loop = {"evaluate": 0, "copy": 0}, trainer.saver, trainer.engine.forward_backward
 
         def count(name):
@@ -64,8 +64,8 @@ def run_with_a_signal(world, config, place):
             if world.rank == 0 and name == place and calls[name] == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        sum_losses = loop.sum_losses
-        loop.sum_losses = lambda batches: (count("evaluate"), sum_losses(batches))[1]
+        sum_losses_and_tokens = loop.sum_losses_and_tokens
+        loop.sum_losses_and_tokens = lambda batches: (count("evaluate"), sum_losses_and_tokens(batches))[1]
         saver.on_phase = lambda phase, step: count(phase) if phase == "copy" else None
         summary = trainer.run(stop)
     return summary["step"], summary["stopped"], summary["stop_signal"], calls

@@ -233,10 +233,10 @@ def test_a_gradient_after_ready_is_refused(ranks):
 def add_after_ready(world, config) -> str:
     reducer = build_engine(world, config).reducer
     name = "model.norm.weight"
-    reducer.add(name, torch.ones(6))
+    reducer.accumulate(name, torch.ones(6))
     reducer.mark_ready(name)
     with pytest.raises(RuntimeError) as error:
-        reducer.add(name, torch.ones(6))
+        reducer.accumulate(name, torch.ones(6))
     return str(error.value)
 
 

@@ -10,44 +10,43 @@ from minidist.comm.group import Group
 
 
 class DeferredAllReduce:
-    """Gives a synchronous all-reduce the asynchronous form that `Group.algorithm` needs.
+    """Makes a synchronous all-reduce usable as `Group.algorithm`, in place of the backend's all-reduce.
 
-    With `group.algorithm = DeferredAllReduce(ring.all_reduce)`, `collectives.all_reduce` on `group` calls it instead of
-    the backend. all_reduce: called with the tensor, the group and the name of the reduction.
-
-    An asynchronous operation is deferred until the first `wait()`. This is the simplest correct form: each round must
-    be started after the last, and a second thread would write to this rank's status page and meter, which have one
-    writer each. The price is overlap: gradients are reduced after backward, not during it.
-
-    Operations run in launch order, which is the same on every rank, whichever handle is waited for first.
+    all_reduce: called as `all_reduce(tensor, group, op)`; for example `ring.all_reduce`.
+    A call with `async_op` sends nothing and returns a handle, whose first `wait()` runs the all-reduce, after all
+    earlier ones. So every rank runs them in the same order. Nothing overlaps with backward. A second thread could
+    overlap, but rank status and meter allow only one thread to write.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor, Group, str], None]):
         self.all_reduce = all_reduce
-        self._launched: deque[DeferredHandle] = deque()
+        self._pending: deque[DeferredHandle] = deque()
 
     def __call__(self, tensor: Tensor, group: Group, op: str, async_op: bool) -> "DeferredHandle | None":
         """Reduce `tensor` over a group of more than one rank; arguments as in `collectives.all_reduce`."""
-        later = DeferredHandle(lambda: self.all_reduce(tensor, group, op), tensor, self._launched)
-        self._launched.append(later)
+        later = DeferredHandle(lambda: self.all_reduce(tensor, group, op), tensor, self._pending)
+        self._pending.append(later)
         return later if async_op else later.wait()
 
 
 class DeferredHandle:
-    """Handle of an operation that runs in its own `wait`, or in the `wait` of an operation launched later."""
+    """The handle of one all-reduce that `DeferredAllReduce` has deferred.
 
-    def __init__(self, run: Callable[[], None], tensor: Tensor, launched: "deque[DeferredHandle]"):
-        self._run, self._tensor, self._launched = run, tensor, launched
+    run: runs the all-reduce of `tensor`. pending: the group's handles whose all-reduce has not run, in launch order.
+    """
+
+    def __init__(self, run: Callable[[], None], tensor: Tensor, pending: "deque[DeferredHandle]"):
+        self._run, self._tensor, self._pending = run, tensor, pending
 
     def wait(self, host: bool = False) -> None:
-        """Run this operation and those launched before it, unless they have run; then block until the result is ready.
+        """Run this all-reduce and those launched before it, unless they have run already; then the result may be used.
 
-        host: on CUDA, also block the host until the result is in memory. Raises CommError if an operation failed.
+        host: on CUDA, also block the host until the result is in memory. Raises CommError if a transfer failed.
         """
         while self._run is not None:
-            first = self._launched[0]
+            first = self._pending[0]
             first._run()
             first._run = None
-            self._launched.popleft()
+            self._pending.popleft()
         if host and self._tensor.is_cuda:
             torch.cuda.current_stream().synchronize()

@@ -18,10 +18,10 @@ from minidist.comm.group import Group
 
 
 def naive_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: every rank sends its tensor to every other rank.
+    """Collective: all-reduce `tensor` (any shape) in place; every rank sends its tensor to every other rank.
 
-    One round, `size - 1` times the bytes, and memory for `size - 1` more tensors. Each rank has all inputs at once and
-    reduces them in rank order, 16-bit floats in float32 with one rounding: the most exact algorithm here.
+    Each rank sends `size - 1` times the tensor, in one round, and allocates memory for `size - 1` more tensors. It
+    reduces all inputs in rank order, 16-bit floats in float32 with one rounding: the most exact algorithm here.
     """
     check_reduce_op(op, tensor.dtype)
     buffer, others = flat_view(tensor), [rank for rank in range(group.size) if rank != group.rank]
@@ -37,7 +37,7 @@ def naive_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def tree_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: up a binomial tree, then down."""
+    """Collective: all-reduce `tensor` (any shape) in place by a tree reduce to rank 0 and a tree broadcast."""
     tree_reduce(tensor, 0, group, op)
     tree_broadcast(tensor, 0, group)
 
@@ -49,11 +49,11 @@ def pairwise_all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> None:
-    """Collective: send part i of `input` to rank i; receive as part i of `output` the part that rank i sends here.
+    """Collective: send part i of `input` to rank i, and receive part i of `output` from rank i.
 
-    The parts are consecutive along dimension 0: of equal length, or of the lengths that the splits give. In round k
-    every rank sends to rank + k and receives from rank - k, so no rank receives from two at once. Thakur et al. 2005,
-    section 4.3. Raises ValueError when the splits do not add up to the tensors' lengths.
+    The parts are consecutive along dimension 0. input_splits, output_splits: the length of each rank's part; None:
+    equal parts. In round k every rank sends to rank + k and receives from rank - k, so no rank receives from two ranks
+    at once. Thakur et al. 2005, section 4.3. Raises ValueError when the splits do not add up to the tensors' lengths.
     """
     size, rank = group.size, group.rank
     for what, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):

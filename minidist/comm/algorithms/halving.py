@@ -19,7 +19,7 @@ from minidist.comm.wire_bytes import chunk_sizes
 
 
 def fold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group, op: str) -> None:
-    """Reduce the buffer of every folded rank into the buffer of its partner, so that only active ranks remain."""
+    """Collective: reduce each folded rank's `buffer` (n,) into its active partner's (see `PowerOfTwoRanks`)."""
     if active.is_folded(group.rank):
         exchange(group, send=[(buffer, group.rank - 1)])
     elif (folded := active.folded_partner(group.rank)) is not None:
@@ -29,7 +29,7 @@ def fold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group, op: 
 
 
 def unfold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group) -> None:
-    """Send the result from every active rank back to the rank folded into it. The inverse of `fold_extra_ranks`."""
+    """Collective: copy each active rank's `buffer` (n,) to the rank folded into it. Inverse of `fold_extra_ranks`."""
     if active.is_folded(group.rank):
         exchange(group, recv=[(buffer, group.rank - 1)])
     elif (folded := active.folded_partner(group.rank)) is not None:
@@ -37,11 +37,11 @@ def unfold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group) ->
 
 
 def recursive_halving(buffer: Tensor, bounds: list[int], active: PowerOfTwoRanks, group: Group, op: str) -> None:
-    """Reduce-scatter over the active ranks: active rank i ends with `buffer[bounds[i] : bounds[i + 1]]` complete.
+    """Collective: reduce-scatter in place; active rank i ends with `buffer[bounds[i] : bounds[i + 1]]` fully reduced.
 
-    Each round halves the range that a rank still reduces: it sends the other half to its partner and adds what the
-    partner sends. bounds: (count + 1,), start of each active rank's shard, and the end of the buffer. Folded ranks
-    return at once.
+    buffer: (n,). bounds: the start of each active rank's shard, then n. active: see `PowerOfTwoRanks`; folded ranks
+    return at once. In each round a rank keeps half of the range that it still reduces, sends the other half to its
+    partner, and adds the partner's values to its own half.
     """
     if active.is_folded(group.rank):
         return
@@ -62,9 +62,9 @@ def recursive_halving(buffer: Tensor, bounds: list[int], active: PowerOfTwoRanks
 
 
 def recursive_doubling(buffer: Tensor, bounds: list[int], active: PowerOfTwoRanks, group: Group) -> None:
-    """All-gather over the active ranks: each round exchanges all gathered shards with a partner, which doubles them.
+    """Collective: all-gather in place; in each round two partners exchange all shards that they have gathered.
 
-    bounds: as in `recursive_halving`, whose exchanges it runs in reverse.
+    The arguments are those of `recursive_halving`, whose exchanges run here in reverse order.
     """
     if active.is_folded(group.rank):
         return
@@ -80,7 +80,7 @@ def recursive_doubling(buffer: Tensor, bounds: list[int], active: PowerOfTwoRank
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: reduce `input` (size * n, ...); `output` (n, ...) gets shard `rank` of the result. Keeps `input`."""
+    """Collective: reduce `input` (size * n, ...), unchanged; `output` (n, ...) gets shard `rank` of the result."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     check_reduce_op(op, input.dtype)
     active, n, rank = PowerOfTwoRanks(group.size), output.numel(), group.rank
@@ -115,10 +115,10 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: partners exchange full buffers and add.
+    """Collective: all-reduce `tensor` (any shape) in place; in each round partners exchange full tensors and add them.
 
-    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
-    the ring's, the order of additions does not depend on an element's offset in the tensor.
+    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike in
+    the ring, the order of additions does not depend on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
     buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
@@ -135,7 +135,7 @@ def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def rabenseifner_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: recursive halving, then recursive doubling."""
+    """Collective: all-reduce `tensor` (any shape) in place by recursive halving, then recursive doubling."""
     check_reduce_op(op, tensor.dtype)
     buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
     lengths = chunk_sizes(buffer.numel(), active.count)

@@ -33,10 +33,10 @@ def split_chunks(flat: Tensor, num_chunks: int) -> list[Tensor]:
 
 
 def exchange(group: Group, send: Sequence[tuple[Tensor, int]] = (), recv: Sequence[tuple[Tensor, int]] = ()) -> None:
-    """Run one round of transfers, each (contiguous tensor, peer's group rank), and return when all are complete.
+    """Send and receive tensors, each given as (contiguous tensor, peer's group rank); return when all have completed.
 
-    They are launched together, so no order in which the ranks list them can deadlock. Empty tensors are not sent: both
-    ends know the lengths.
+    All transfers are launched together, so their order in the lists cannot cause a deadlock. Empty tensors are neither
+    sent nor received: both ends know the lengths.
     """
     transfers = [P2POp("send", part, peer) for part, peer in send if part.numel()]
     transfers += [P2POp("recv", part, peer) for part, peer in recv if part.numel()]
@@ -44,7 +44,7 @@ def exchange(group: Group, send: Sequence[tuple[Tensor, int]] = (), recv: Sequen
 
 
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:
-    """Raise ValueError if `op` is no reduction of this package, or "mean" of an integer dtype."""
+    """Raise ValueError unless `op` is "sum", "max", "min", "product" or, for non-integer dtypes, "mean"."""
     if op not in _COMBINE:
         raise ValueError(f"no reduction {op!r}: possible are {', '.join(_COMBINE)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -52,7 +52,7 @@ def check_reduce_op(op: str, dtype: torch.dtype) -> None:
 
 
 def reduce_into(into: Tensor, other: Tensor, op: str) -> None:
-    """Reduce `other` into `into` elementwise, in place."""
+    """Replace `into` by the elementwise reduction of `into` and `other`. op "mean" adds; see `divide_mean`."""
     _COMBINE[op](into, other, out=into)
 
 

@@ -21,9 +21,9 @@ from minidist.comm.group import Group
 
 
 def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
-    """Reduce-scatter in place: `chunks[rank]` ends fully reduced on this rank, the others hold partial results.
+    """Collective: reduce-scatter in place; `chunks[rank]` ends up fully reduced, all other chunks partially reduced.
 
-    chunks: one view per rank, which together cover the tensor; the same lengths on every rank.
+    chunks: the tensor split into one view per rank, with the same lengths on every rank. op "mean" only adds.
     """
     size, rank = group.size, group.rank
     scratch = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))
@@ -35,7 +35,7 @@ def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
 
 
 def ring_gather(chunks: list[Tensor], group: Group) -> None:
-    """All-gather in place: every rank's `chunks[rank]` goes round the ring until each rank has all chunks."""
+    """Collective: all-gather in place; each rank's `chunks[rank]` goes round the ring until all have all chunks."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         leaving, arriving = chunks[(rank - step) % size], chunks[(rank - 1 - step) % size]
@@ -43,7 +43,7 @@ def ring_gather(chunks: list[Tensor], group: Group) -> None:
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: reduce `input` (size * n, ...); `output` (n, ...) gets shard `rank` of the result. Keeps `input`."""
+    """Collective: reduce `input` (size * n, ...), unchanged; `output` (n, ...) gets shard `rank` of the result."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     check_reduce_op(op, input.dtype)
     chunks = split_chunks(flat_view(input).clone(), group.size)
@@ -61,11 +61,11 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction: reduce-scatter, then all-gather.
+    """Collective: all-reduce `tensor` (any shape) in place by ring reduce-scatter, then ring all-gather.
 
-    Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
-    rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
-    all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
+    As in the paper, rank r completes chunk r + 1, so the list of chunks is rotated. Chunk c is summed in the order of
+    ranks c, c + 1, ..., c - 1 (modulo size) and then copied to all ranks, so all get identical results; but the order
+    of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
     chunks = split_chunks(flat_view(tensor), group.size)
@@ -76,14 +76,14 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def hierarchical_all_reduce(tensor: Tensor, intra_node: Group, inter_node: Group, op: str = "sum") -> None:
-    """Collective: replace `tensor` (any shape) by its reduction over all nodes, for slow links between nodes.
+    """Collective: all-reduce `tensor` (any shape) in place over all ranks of all nodes, for slow links between nodes.
 
     Reduce-scatter inside each node, all-reduce of the shards across nodes, all-gather inside each node. Across nodes a
     rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, an m-th of what a ring over all ranks sends.
     Mikami et al. 2018 (2D-torus all-reduce).
 
-    intra_node: the group of this node's ranks. inter_node: the group of the ranks that have this rank's index on their
-    nodes. All nodes have equally many ranks.
+    intra_node: the group of this node's ranks. inter_node: the group of one rank per node, those with this rank's index
+    on their node. All nodes have equally many ranks.
     """
     check_reduce_op(op, tensor.dtype)
     chunks = split_chunks(flat_view(tensor), intra_node.size)

@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 
 
 def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Collective: overwrite `tensor` with the tensor of group rank `src`, which sends it to each other rank."""
+    """Collective: overwrite `tensor` with group rank `src`'s tensor, which `src` sends to every other rank."""
     buffer = flat_view(tensor)
     if group.rank == src:
         exchange(group, send=[(buffer, rank) for rank in range(group.size) if rank != src])
@@ -24,10 +24,7 @@ def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
-
-    The tensor passes along a binomial tree.
-    """
+    """Collective: overwrite `tensor` with group rank `src`'s tensor, sent along a binomial tree."""
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1
@@ -42,7 +39,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
     """Collective: overwrite `tensor` on group rank `dst` with the reduction over all ranks; no other tensor changes.
 
-    The root adds in rank order (its own tensor first) and allocates one more tensor.
+    Rank `dst` allocates one more tensor, into which it receives the other ranks' tensors in rank order.
     """
     check_reduce_op(op, tensor.dtype)
     buffer = flat_view(tensor)
@@ -60,7 +57,7 @@ def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
 def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
     """Collective: overwrite `tensor` on group rank `dst` with the reduction over all ranks, along a binomial tree.
 
-    On the other ranks `tensor` ends up with a partial result. Thakur et al. 2005, section 4.5.
+    On the other ranks `tensor` ends up partially reduced. Thakur et al. 2005, section 4.5.
     """
     check_reduce_op(op, tensor.dtype)
     buffer, size = flat_view(tensor), group.size
@@ -86,11 +83,11 @@ def parameter_server_step(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """Collective: reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
+    """Collective: reduce the gradients to rank `root`, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
     root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged
-    elsewhere. Only the root needs optimizer state; in return all bytes of a step pass through its one link. This is the
+    elsewhere. Only the root needs optimizer states, but all bytes of a step pass through its one link. This is the
     parameter server of Li et al. 2014 with a single server.
     """
     flat_reduce(gradient, root, group, op)

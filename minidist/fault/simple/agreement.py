@@ -1,7 +1,7 @@
 """One training step that all ranks make or none, and a comparison of their replicas (7.5, 7.6).
 
-Restrictions: data parallelism only, and one sample per micro-batch. The fast versions are `minidist.train.agree` and
-`minidist.fault.digest`.
+Restrictions: data parallelism only, and one sample per micro-batch. The fast version is `minidist.train.agree`; the
+option `fault.digest_every` compares digests.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from minidist.hashing import hash64
 def local_gradients(run: Run, group: Group) -> list[Tensor]:
     """Return this rank's part of the gradient of the global batch, one tensor per parameter, times the loss scale.
 
-    The parts of all ranks of `group` add up to the gradient of the mean loss over the global batch of the next step,
-    which does not depend on the number of ranks: nor do the samples of the batch and their dropout masks. So the ranks
-    that are left can repeat a step that was aborted. Raises what `run.sample_loss` raises.
+    The parts of all ranks of `group` sum to the gradient of the mean loss over the global batch of the next step. That
+    gradient does not depend on the number of ranks, nor do the samples and their dropout masks, so the remaining ranks
+    can repeat an aborted step. Raises what `run.sample_loss` raises.
     """
     samples = samples_at(run.seed, run.position, run.batch_size, run.num_samples)
     parameters, scale = list(run.model.parameters()), 1.0 if run.scaler is None else run.scaler.scale
@@ -40,9 +40,9 @@ def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group:
 
     gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
     the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.
-    The ranks do not update if any of them says so, or any element of the sum is non-finite. If the gradients of all
-    ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides all.
-    Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
+    No rank updates if `is_usable` is False on any of them, or any element of the sum is non-finite. If the gradients of
+    all ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides
+    all. Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
     """
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([not is_usable])])
     all_reduce(flat, group)

@@ -33,7 +33,7 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
     shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
-    rank 0's is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
+    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed; then nothing is saved.
     """
     folder, gather = f"step-{step:08d}", bind_all_gather_object(group)
     partial, file = f"{folder}.partial", f"rank-{group.rank:05d}.safetensors"
@@ -67,7 +67,7 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
 
 
 def complete_checkpoints(disk: Disk) -> list[str]:
-    """Return the names of the folders of all complete checkpoints, the oldest first."""
+    """Return the names of the folders of all complete checkpoints, oldest first."""
     return [name for name in disk.names() if re.fullmatch(r"step-\d{8}", name)]
 
 
@@ -85,9 +85,9 @@ def read_index(disk: Disk, folder: str) -> dict:
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
     """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
-    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only the
-    files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
-    file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
+    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only files
+    with a box that overlaps one of its shards. No rank writes to a tensor before all ranks know that every file they
+    need matches its SHA-256, and that every element of every shard is in the checkpoint. Raises ErrorOnAnyRank
     on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.
     """
     copies: list[tuple[Tensor, Tensor]] = []
@@ -106,8 +106,8 @@ def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -
                     continue
                 if file not in files:
                     files[file] = read_tensors(disk, f"{folder}/{file}", index["files"][file])
-                values = files[file][entry["key"]][overlap.within(box)]
-                copies.append((shard.tensor.detach()[overlap.within(shard.box)], values))
+                values = files[file][entry["key"]][overlap.slices_in(box)]
+                copies.append((shard.tensor.detach()[overlap.slices_in(shard.box)], values))
                 found += overlap.numel
             if found != shard.box.numel:
                 raise UserError(f"{folder} has {found} of the {shard.box.numel} elements of {shard_key(shard)}")
@@ -120,7 +120,7 @@ def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -
 
 
 def read_tensors(disk: Disk, file: str, digest: str) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's file by key, if it has this SHA-256. Raises DamagedError otherwise."""
+    """Return the tensors in a checkpoint's file, by key. Raises DamagedError if its SHA-256 is not `digest` (hex)."""
     try:
         data = disk.read(file)
     except OSError as error:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 from minidist.comm import CommError, Group, all_gather_object, broadcast
-from minidist.fault.agree import CollectiveError
+from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.disk import Disk
 from minidist.fault.simple.agreement import train_step
 from minidist.fault.simple.checkpoint import save
@@ -16,12 +16,12 @@ from minidist.fault.simple.run import Run, create_optimizer_states, resume, run_
 
 
 def recover(run: Run, group: Group | None, rendezvous: Callable[[Group | None], Group]) -> Group:
-    """Form a group of all living ranks and give all of them the state of the most advanced; return the group.
+    """Collective: form a group of all living ranks, copy the most advanced rank's state to all, and return the group.
 
-    Called by every survivor after a CommError, and by a new rank that joins, with group None. A survivor that has made
-    the update of the aborted step is one step ahead of one that has not: the state of the former is sent to all ranks.
-    rendezvous: closes the connections of the group that it is given, so that a rank which still waits for this one gets
-    a CommError too; waits until all living ranks have called it; returns a group of them.
+    Called by every survivor after a CommError, and by a new rank that joins, with group None. Survivors may be one step
+    apart: some have made the update of the aborted step, others not. rendezvous: closes the connections of the given
+    group, so that a rank which still waits for this one gets a CommError too; waits until all living ranks have called
+    it; returns a group of them.
     """
     group = rendezvous(group)
     own = [(shard.name, (shard.shape, shard.dtype_name)) for shard in run_shards(run, False)]
@@ -43,7 +43,7 @@ def train(
     """Collective: train until `steps` steps are complete, whatever ranks die meanwhile; return the last group.
 
     disk, rendezvous: as for `save` and `recover`. save_every: steps between two checkpoints, after which new ranks are
-    admitted. join: whether this rank joins a run of other ranks; otherwise the run resumes from `disk`, or begins.
+    admitted. join: whether this rank joins a run of other ranks; if not, it resumes the run on `disk`, or begins one.
     """
     group = recover(run, None, rendezvous)
     if not join:
@@ -53,7 +53,7 @@ def train(
             train_step(run, group)
             if must_regroup := run.step % save_every == 0:
                 save(disk, run.step, run_shards(run, group.rank == 0), run_state(run), group)
-        except CollectiveError as failure:  # such as a full disk: the earlier checkpoints are still there
+        except ErrorOnAnyRank as failure:  # such as a full disk: the earlier checkpoints are still there
             warnings.warn(f"step {run.step} was not saved: {failure}", stacklevel=2)
         except CommError:
             must_regroup = True

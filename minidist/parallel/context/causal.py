@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """The attention scores that a rank computes against the keys of one rank: a block of the score matrix.
+    """The attention scores of one rank's queries against one rank's keys: a block of the score matrix.
 
-    queries, keys: slices of the positions on the two ranks. causal: whether only the lower triangle of the block is
-    computed, diagonal included; the block is then square.
+    queries, keys: slices of the two ranks' positions. causal: whether only the lower triangle of the block is computed,
+    diagonal included; the block is then square.
     """
 
     queries: slice
@@ -35,7 +35,7 @@ class ScoreBlock:
 
 
 def score_block(layout: str, rank: int, source: int, length: int) -> ScoreBlock | None:
-    """Return the block that `rank` computes against the keys of rank `source`; None if it is masked entirely.
+    """Return the block of `rank`'s queries and the keys of rank `source`; None if the causal mask hides all of it.
 
     layout: "contiguous" or "zigzag". length: number of positions per rank.
     """

@@ -6,9 +6,10 @@ DEFAULT_LAYOUT = {"ring": "zigzag", "ulysses": "contiguous"}
 
 
 def resolve_layout(kind: str, layout: str | None) -> str:
-    """Return the layout of the sequence: `layout`, or if it is None the default of this kind of attention.
+    """Return the layout in which ranks shard a sequence: `layout`, or by default the one that suits `kind`.
 
-    kind: "ring" or "ulysses". layout: "contiguous", "zigzag" or None. Raises ValueError for an unknown kind or layout.
+    kind: of attention, "ring" or "ulysses". layout: "contiguous", "zigzag" or None. Raises ValueError for an unknown
+    kind or layout.
     """
     if kind not in DEFAULT_LAYOUT:
         raise ValueError(f"there is no context parallelism {kind!r}; possible: {', '.join(DEFAULT_LAYOUT)}")

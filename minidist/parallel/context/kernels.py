@@ -47,11 +47,11 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a block of keys adds to the gradient of query, and the gradients of the block's key and value.
+    """Return the gradients of query, key and value for one block of keys; for query, only this block's term.
 
     grad: gradient of the output, (b, heads, q, d). out, lse: results of `attention_forward`, merged over all keys that
     the queries attend to, this block included. query, key, value, causal: as in `attention_forward`. The gradients have
-    the shapes of query, key and value; those of key and value are summed over the query heads that share a key head.
+    the shapes of query, key and value; key and value gradients are summed over the query heads that share a key head.
     """
     kv_heads = key.shape[1]
     repeats = query.shape[1] // kv_heads

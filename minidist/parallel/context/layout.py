@@ -32,9 +32,8 @@ def rank_positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
 def shard_sequence(tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return a rank's tokens and labels, (b, s / ranks) each.
 
-    tokens, labels: the full sequences, (b, s) int64. positions: where the rank's tokens are in them, (s / ranks,), from
-    `rank_positions`. The labels are shifted already: the label of a rank's last token is a token that another rank
-    holds.
+    tokens, labels: the full sequences, (b, s) int64; labels[i, t] is the token after tokens[i, t], which another rank
+    may hold. positions: the rank's `rank_positions`, (s / ranks,).
     """
     positions = positions.to(tokens.device)
     return tokens.index_select(1, positions), labels.index_select(1, positions)

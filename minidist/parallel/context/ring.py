@@ -49,7 +49,7 @@ def _ring_backward(
 
 
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
-    """Collective: return the result of `ring_attention`, and the log-sum-exp of each query's scores over all its keys.
+    """Collective: return `ring_attention`, and the log-sum-exp of each query's scores over all keys of the sequence.
 
     The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
     """
@@ -91,9 +91,9 @@ def ring_backward(
 
 
 class RingTransfer:
-    """Sends tensors to the next rank of the ring, and receives as many from the previous rank.
+    """Sends tensors to the next rank of the ring, and receives as many from the previous rank, in the background.
 
-    leaving: the tensors to send. All sends and receives are launched as one batch, because NCCL requires this of
+    leaving: the tensors to send. The constructor launches all sends and receives as one batch, as NCCL requires of
     transfers that overlap.
     """
 
@@ -105,7 +105,7 @@ class RingTransfer:
         self._handle = batch_send_recv(transfers, group, async_op=True)
 
     def wait(self) -> list[Tensor]:
-        """Wait for all transfers; return the arrived tensors, in the order of `leaving`."""
+        """Wait for all transfers; return the received tensors, in the order and shapes of `leaving`."""
         self._handle.wait()
         return self._arriving
 

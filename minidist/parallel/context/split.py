@@ -19,12 +19,12 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: st
     """Replace the attention of every layer of `model`, in place, by attention over sequences sharded over the group.
 
     model: a Transformer, possibly already split by pipeline and tensor parallelism. group: the ranks that shard the
-    same sequences. kind: "ring" or "ulysses". layout: "zigzag" or "contiguous"; None means the default of `kind`. The
-    caller passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the `positions` of the
-    model and of the dropout address.
+    same sequences. kind: "ring" or "ulysses". layout: "zigzag" or "contiguous"; None: the default of `kind`. The caller
+    passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the `positions` of the model
+    and of the dropout address.
 
-    Afterwards the sum of the ranks' losses is the loss of the whole sequences. Every rank holds every parameter and
-    computes a local gradient: the sum over the group is the gradient. Raises ValueError for an unknown kind or layout;
+    Afterwards the loss of a sequence is the sum of the ranks' losses, and the gradient of a parameter, which every rank
+    holds in full, is the sum of the ranks' local gradients. Raises ValueError for an unknown kind or layout;
     `validate_context_parallel` checks beforehand whether the sizes divide.
     """
     layout = resolve_layout(kind, layout)

@@ -27,7 +27,7 @@ def ulysses_attention(
     """Collective: return attention of this rank's queries over the keys of the whole sequence, in the shape of query.
 
     query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
-    key head. attend: attention of one process, called with query, key and value of whole sequences in order, for some
+    key head. attend: computes attention locally; called with query, key and value of whole sequences in order, for some
     of the heads. group: the n ranks that shard the sequence. layout: which positions each rank has, "contiguous" or
     "zigzag". If n does not divide kv_heads, key and value heads are repeated before they are sent: n / gcd(n, kv_heads)
     times the bytes. Raises ValueError if n does not divide the query heads.

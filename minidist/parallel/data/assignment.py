@@ -12,11 +12,10 @@ FIRST_BYTES = MIB
 def assign_buckets(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
     """Assign parameters to gradient buckets; return the parameter names of each bucket.
 
-    A bucket takes consecutive names of `sizes` as long as they fit. A parameter larger than the limit has its own
-    bucket.
-
-    sizes: bytes of each gradient, by parameter name, in the order in which backward computes the gradients. limit:
-    maximum bytes of a bucket. first: maximum bytes of the first bucket if smaller than `limit`; None means `limit`.
+    A bucket takes consecutive names of `sizes` as long as they fit; a parameter larger than the limit has a bucket of
+    its own. sizes: bytes of each gradient, by parameter name, in the order in which backward computes the gradients.
+    limit: maximum bytes of a bucket. first: maximum bytes of the first bucket if smaller than `limit`; None means
+    `limit`.
     """
     buckets: list[list[str]] = []
     filled = room = 0

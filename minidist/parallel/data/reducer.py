@@ -28,16 +28,16 @@ def trainable_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn
 class GradientReducer(ABC):
     """Accumulates and reduces the gradients of one step, and holds the tensors that the optimizer updates.
 
-    `Engine.step` calls it in this order: `add` and `mark_ready` during backward, `finish_micro_batch` after each
+    `Engine.step` calls it in this order: `accumulate` and `mark_ready` during backward, `finish_micro_batch` after each
     micro-batch, `finish_reductions`, `scale_gradients`; then, for each of `groups_to_update`, `attach_grads`, the
     optimizer's step and `copy_to_params`; finally `gather_params` and `clear_gradients`. The methods that are not
     abstract default to plain data parallelism: every replica updates all of its parameters in place.
 
     parameters: this rank's parameters, by global name. specs: their specs. masters: the tensors that the optimizer
-    updates, by the parameter's name in the full model; here the parameters themselves, in mixed precision their float32
-    copies. master_specs: which elements of a parameter each master holds. reduces_each_micro_batch: whether gradients
-    are reduced after every micro-batch (ZeRO stages 2 and 3); otherwise once per step. gatherer: gathers the parameters
-    block by block while the model runs (ZeRO stage 3); None elsewhere.
+    updates, by global name; here the parameters themselves, in mixed precision their float32 copies. master_specs:
+    which elements of a parameter each master holds. reduces_each_micro_batch: whether gradients are reduced after every
+    micro-batch (ZeRO stages 2 and 3); otherwise once per step. gatherer: gathers the parameters block by block while
+    the model runs (ZeRO stage 3); None elsewhere.
     """
 
     reduces_each_micro_batch = False
@@ -49,7 +49,7 @@ class GradientReducer(ABC):
         self.master_specs = {name: specs[name] for name in self._parameters}
 
     @abstractmethod
-    def add(self, name: str, grad: Tensor) -> None:
+    def accumulate(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name`, of the parameter's shape.
 
         The reducer may keep `grad` and add to it: the caller must not use it again. Raises RuntimeError after
@@ -58,10 +58,10 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def mark_ready(self, name: str) -> None:
-        """Declare that all gradients of `name` have been accumulated, so that its reduction may start."""
+        """Declare that all gradients of parameter `name` have been added, so that its reduction may start."""
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """Finish a micro-batch's backward: launch its reductions in ZeRO stages 2 and 3, do nothing here.
+        """Declare that the backward of a micro-batch is over: ZeRO stages 2 and 3 then reduce its gradients.
 
         chunk: the number, on this pipeline stage, of the model chunk that backward ran through; None for all.
         """
@@ -78,33 +78,33 @@ class GradientReducer(ABC):
     def used_flags(self) -> list[float]:
         """Whether this rank used each parameter in the step, as 1.0 or 0.0; empty if reductions count the uses.
 
-        The engine sums the flags over all ranks and passes the sums to `mark_unused`.
+        The engine sums the flags over all ranks and passes the sums to `exclude_unused`.
         """
         return []
 
-    def mark_unused(self, use_counts: Sequence[float]) -> None:
-        """Exclude the parameters that no rank used, whose use count is 0, from the update in ZeRO; do nothing here."""
+    def exclude_unused(self, use_counts: Sequence[float]) -> None:
+        """In ZeRO, exclude from the update the parameters whose use count (sum of all ranks' `used_flags`) is 0."""
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
 
     def groups_to_update(self) -> list[Any]:
-        """Return the groups of masters that the optimizer updates, each with one call of its `step`; here a single one.
+        """Return the update groups: the masters that one call of the optimizer's `step` updates; here a single group.
 
         The groups are opaque to the caller, which passes each to `attach_grads`, `updated_names` and `copy_to_params`.
         """
         return [None]
 
     def updated_names(self, group: Any) -> list[str]:
-        """Return the names of an update group's parameters that some rank used, even if this rank has no element."""
+        """Return the names of the parameters in an update group (`groups_to_update`) that any rank has used."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
     def attach_grads(self, group: Any) -> None:
         """Set `.grad` of every master of an update group to its reduced gradient; here `.grad` is set already."""
 
     def copy_to_params(self, group: Any, step: int) -> None:
-        """Copy an update group's masters to the parameters at this step; do nothing here, where they are the same."""
+        """Copy an update group's masters to the parameters; a no-op here: they are the same tensors. step: from 0."""
 
     def gather_params(self) -> None:
         """Collective: all-gather the updated parameters, in ZeRO; do nothing here, where each rank updates all."""
@@ -114,11 +114,11 @@ class GradientReducer(ABC):
         """Drop the gradients of this step: set every `.grad` to None."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's elements of each parameter (see `master_specs`), for a checkpoint to save or load into."""
+        """Return this rank's elements of each parameter by name, for a checkpoint to save or a load to overwrite."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def after_load(self) -> None:
-        """Update the parameters of all ranks after the `checkpoint_tensors` have been overwritten (load or merge)."""
+        """Collective: update the parameters of all ranks after a load or merge has overwritten `checkpoint_tensors`."""
 
 
 def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
@@ -134,7 +134,7 @@ def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
 
 
 class NaiveReducer(GradientReducer):
-    """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
+    """Gradient reducer of data parallelism with one all-reduce per parameter, after backward.
 
     specs: the parameters' specs. groups: these must include the group of each parameter's replicas.
     """
@@ -146,8 +146,8 @@ class NaiveReducer(GradientReducer):
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient of parameter `name` to those of earlier micro-batches; `grad` is copied."""
+    def accumulate(self, name: str, grad: Tensor) -> None:
+        """Add a local gradient of parameter `name` to the sum of earlier micro-batches; `grad` is copied."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r})")
         if name in self._sums:
@@ -156,11 +156,11 @@ class NaiveReducer(GradientReducer):
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def mark_ready(self, name: str) -> None:
-        """Reject further gradients of `name` from now on; `finish_reductions` starts the reduction, not this method."""
+        """Reject further gradients of `name` in this step; the reduction starts later, in `finish_reductions`."""
         self._ready.add(name)
 
     def finish_reductions(self) -> None:
-        """Collective: all-reduce the gradients. Then `.grad` is their sum, None if no rank used the parameter."""
+        """Collective: all-reduce the gradients; set `.grad` to their sums, to None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.
@@ -189,15 +189,15 @@ def register_gradient_hooks(
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
-    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
-    autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
-    of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
+    is_last_backward: returns whether the running backward is the last one of the step. Only then does a hook call
+    `mark_ready`; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None,
+    because autograd would add the next gradient to one that the reducer already has. Autograd does not call the hook of
+    a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
 
     def hook_for(name: str):
         def hook(parameter: Tensor) -> None:
-            reducer.add(name, parameter.grad)
+            reducer.accumulate(name, parameter.grad)
             parameter.grad = None
             if is_last_backward():
                 reducer.mark_ready(name)

@@ -16,7 +16,7 @@ from minidist.parameters import ParamSpecs
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
-    """Collective: broadcast the parameters and buffers of the group's first rank to all its ranks.
+    """Collective: overwrite all parameters and buffers of `model` with those of the group's first rank.
 
     All broadcasts are launched before the first wait; a tied tensor is sent once.
     """

@@ -19,7 +19,8 @@ class Action(NamedTuple):
 
     kind: "F", "B" or "W". chunk: the chunk's number on the stage. str(action): "F3" (micro-batch 3), "F3.1" (chunk 1).
     In a schedule without W, B is the full backward. With W, backward is split: B computes the gradient of the chunk's
-    input, which the previous part waits for, and W the gradient of its weights (Qi et al. 2023, section 1).
+    input, which the previous part of the model waits for, and W the gradient of its weights (Qi et al. 2023, section
+    1).
     """
 
     kind: str
@@ -45,8 +46,8 @@ class Schedule:
     """A pipeline schedule: the order of each stage's actions.
 
     kind: the schedule's name. micro_batches: the number of micro-batches in a step. orders: for each stage its actions,
-    in execution order. num_chunks: number of parts of the model on each stage. placement: which parts these are, "loop"
-    or "v" (see the module).
+    in execution order. num_chunks: number of parts of the model on each stage. placement: "loop" if chunk c of stage s
+    is part c * num_stages + s; "v" if chunk 0 goes down the stages and chunk 1 back up.
     """
 
     kind: str
@@ -61,7 +62,7 @@ class Schedule:
         return len(self.orders)
 
     @property
-    def positions(self) -> int:
+    def num_parts(self) -> int:
         """Number of parts of the model, `num_stages * num_chunks`."""
         return self.num_stages * self.num_chunks
 
@@ -72,17 +73,17 @@ class Schedule:
 
     @property
     def last_action_kind(self) -> str:
-        """The kind of a micro-batch's last action, which frees its activations: W if backward is split, else B."""
+        """Kind of the last action of a micro-batch on a chunk, which frees its activations: "W", or "B" without W."""
         return "W" if self.splits_backward else "B"
 
     def position(self, stage: int, chunk: int) -> int:
-        """Return the position, counted from the input, of the part of the model that is this chunk of a stage."""
+        """Return the index of the part of the model that a chunk of a stage holds, counted from the input."""
         if self.placement == "v" and chunk % 2:
             return (chunk + 1) * self.num_stages - 1 - stage
         return chunk * self.num_stages + stage
 
     def owner(self, position: int) -> tuple[int, int]:
-        """Return the (stage, chunk) that is the part of the model at `position`. The inverse of `position()`."""
+        """Return the (stage, chunk) that holds part number `position` of the model. The inverse of `position()`."""
         chunk, stage = divmod(position, self.num_stages)
         return (self.num_stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
 
@@ -101,7 +102,7 @@ class Schedule:
         return [*own, StageAction(neighbour[0], Action(action.kind, action.micro_batch, neighbour[1]))]
 
     def consumer(self, stage: int, action: Action) -> StageAction | None:
-        """Return the action of a neighbouring part that needs the result of `action`, with its stage.
+        """Return the action that needs the result of `action` of `stage`, on a neighbouring part, with its stage.
 
         F feeds F of the next part, B feeds B of the previous part. None at the model's ends, and for W.
         """
@@ -112,15 +113,15 @@ class Schedule:
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
         """(stage, chunk) to the (stage, chunk) of the previous and the next part; None at the model's ends."""
-        owners = [None, *(self.owner(position) for position in range(self.positions)), None]
+        owners = [None, *(self.owner(position) for position in range(self.num_parts)), None]
         return {owners[i]: [owners[i - 1], owners[i + 1]] for i in range(1, len(owners) - 1)}
 
 
-def execution_order(schedule: Schedule) -> tuple[list[StageAction], Mapping[int, StageAction]]:
-    """Return all runnable actions in a topological order, and the stages that deadlock.
+def find_order_and_deadlocks(schedule: Schedule) -> tuple[list[StageAction], Mapping[int, StageAction]]:
+    """Return all runnable actions in a topological order, and {stage: missing action} for the stages that deadlock.
 
     Each stage runs its actions in order, as soon as their inputs exist. The second result has an entry for each stage
-    that cannot finish, the missing action that it waits for: {stage: StageAction}. It is empty without a deadlock.
+    that cannot finish: the action that it waits for. It is empty without a deadlock.
     """
     done: dict[StageAction, None] = {}
     at = [0] * schedule.num_stages
@@ -142,7 +143,7 @@ def execution_order(schedule: Schedule) -> tuple[list[StageAction], Mapping[int,
 
 
 def last_backward_index(schedule: Schedule, stage: int) -> dict[int, int]:
-    """Return {chunk: index of the stage's action after which the chunk's gradients are complete}."""
+    """Return, by chunk, the index in `schedule.orders[stage]` of the action that completes the chunk's gradients."""
     return {
         action.chunk: index
         for index, action in enumerate(schedule.orders[stage])

@@ -31,16 +31,16 @@ from minidist.parallel.pipeline.transfers import StageProgram, Transfer, build_s
 
 # Runs one part of the model: (chunk, micro-batch, output of the previous part or None) -> the part's output; that of
 # the last part is the micro-batch's contribution to the loss.
-Part = Callable[[int, int, Tensor | None], Tensor]
+RunPart = Callable[[int, int, Tensor | None], Tensor]
 
 
 class PipelineExecutor:
     """Runs this rank's stage of a pipeline schedule: forward, backward, sends and receives of all micro-batches.
 
     groups: two process groups over the stages, one for activations and one for gradients. reducer: receives the
-    gradients of the parameters. parameters: those of this stage, by global name. used_by: the chunks of this stage that
-    use each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too.
-    last_part_stage: the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
+    gradients of the parameters. parameters: this stage's, by global name. used_by: the chunks of this stage that use
+    each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too. last_part_stage:
+    the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PipelineExecutor:
             if name not in shared and chunks and name in trained:
                 action = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
                 self._complete.setdefault(action, []).append(name)
-        self.last_part_stage = schedule.owner(schedule.positions - 1)[0]
+        self.last_part_stage = schedule.owner(schedule.num_parts - 1)[0]
         self.peak_live = 0
         self._begin()
 
@@ -76,18 +76,18 @@ class PipelineExecutor:
         self._running: Action | None = None
 
     def is_last_backward(self, name: str) -> bool:
-        """Whether the running action is the step's last that computes a gradient of parameter `name`."""
+        """Whether the running action is the last of this step to compute a gradient of parameter `name`."""
         return name in self._complete.get(self._running, ())
 
     def weight_gradient_inputs(self) -> list[Tensor]:
-        """Return the tensors in memory that B saved for weight gradients which W has not computed yet."""
+        """Return the tensors that backward keeps for weight gradients not computed yet (split backward)."""
         return [tensor for deferred in self._deferred.values() for _, *pair in deferred for tensor in pair]
 
-    def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
+    def run(self, run_part: RunPart, empty_hidden: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
         """Collective over the stages: run forward and backward of all micro-batches.
 
-        part: runs one chunk of the stage (`Part`). empty: returns a new tensor for the hidden states (b, s, h) of a
-        micro-batch. skip: the micro-batches without samples, the same on all stages.
+        run_part: runs one chunk of the stage (see `RunPart`). empty_hidden: returns a new tensor for the hidden states
+        (b, s, h) of a micro-batch, by its number. skip: the micro-batches without samples, the same on all stages.
         """
         self._begin()
         runs = {
@@ -98,13 +98,13 @@ class PipelineExecutor:
         for step in self._program:
             if isinstance(step, Transfer):
                 if step.result_of.action.micro_batch not in skip:
-                    self._transfer(step, empty)
+                    self._transfer(step, empty_hidden)
                 continue
             self._running = step
             if step.micro_batch not in skip:
                 name, run = runs[step.kind]
                 with self._meter.span(name, micro_batch=step.micro_batch):
-                    run(step, part)
+                    run(step, run_part)
             for name in self._complete.get(step, ()):
                 self.reducer.mark_ready(name)
             if step.kind == self.schedule.last_action_kind:
@@ -113,10 +113,10 @@ class PipelineExecutor:
         while self._sends:
             self._sends.popleft().wait()
 
-    def _transfer(self, transfer: Transfer, empty: Callable[[int], Tensor]) -> None:
+    def _transfer(self, transfer: Transfer, empty_hidden: Callable[[int], Tensor]) -> None:
         place, group = transfer.result_of, self._groups[transfer.result_of.action.kind]
         if transfer.kind == "recv":
-            tensor = empty(place.action.micro_batch)
+            tensor = empty_hidden(place.action.micro_batch)
             self._arrived[place] = tensor, recv(tensor, transfer.peer, group, async_op=True)
             return
         tensor, _ = self._arrived.pop(place)
@@ -124,13 +124,13 @@ class PipelineExecutor:
         if len(self._sends) > self.schedule.num_stages:  # bounds the sends in flight, each of which keeps its tensor
             self._sends.popleft().wait()
 
-    def _forward(self, action: Action, part: Part) -> None:
+    def _forward(self, action: Action, run_part: RunPart) -> None:
         x = self._result_for(action)
         if x is not None:
             x.requires_grad_()
         deferred: list[DeferredWeightGradient] = []
         with DeferWeightGradients(self._names, deferred) if self.schedule.splits_backward else nullcontext():
-            out = part(action.chunk, action.micro_batch, x)
+            out = run_part(action.chunk, action.micro_batch, x)
         # Keep only the graph, so that the output is freed once it is sent.
         self._live_forwards[action] = x, get_gradient_edge(out)
         if self.schedule.splits_backward:
@@ -138,7 +138,7 @@ class PipelineExecutor:
         self.peak_live = max(self.peak_live, len(self._live_forwards.keys() | self._deferred.keys()))
         self._leave_result(action, out.detach())
 
-    def _backward(self, action: Action, part: Part) -> None:
+    def _backward(self, action: Action, run_part: RunPart) -> None:
         grad = self._result_for(action)
         x, edge = self._live_forwards.pop(action._replace(kind="F"))
         torch.autograd.backward((edge,), None if grad is None else (grad,))
@@ -146,11 +146,11 @@ class PipelineExecutor:
             self._leave_result(action, x.grad)
 
     @torch.no_grad()  # the saved tensors may have a graph, which is not needed
-    def _weights(self, action: Action, part: Part) -> None:
+    def _weights(self, action: Action, run_part: RunPart) -> None:
         deferred = self._deferred.pop(action._replace(kind="F"))
         while deferred:
             half = deferred.pop(0)  # frees its tensors after this iteration
-            self.reducer.add(half[0], compute_weight_gradient(half))
+            self.reducer.accumulate(half[0], compute_weight_gradient(half))
             if self.is_last_backward(half[0]) and all(half[0] != left for left, *_ in deferred):
                 self.reducer.mark_ready(half[0])
 
@@ -170,10 +170,10 @@ class PipelineExecutor:
             self._arrived[StageAction(self.stage, action)] = tensor.contiguous(), None
 
     @torch.no_grad()
-    def run_forward(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
+    def run_forward(self, run_part: RunPart, empty_hidden: Callable[[int], Tensor], micro_batches: int) -> None:
         """Collective over the stages: run forward of `micro_batches` non-empty micro-batches, one after another.
 
-        part, empty: as in `run`. The results reach the caller only through `part`.
+        run_part, empty_hidden: as in `run`. The results reach the caller only through `run_part`.
         """
         self._begin()
         for micro_batch in range(micro_batches):
@@ -181,10 +181,10 @@ class PipelineExecutor:
                 action = Action("F", micro_batch, chunk)
                 for need in self.schedule.dependencies(self.stage, action):
                     if need.stage != self.stage:
-                        self._transfer(Transfer("recv", need.stage, need), empty)
-                self._leave_result(action, part(chunk, micro_batch, self._result_for(action)))
+                        self._transfer(Transfer("recv", need.stage, need), empty_hidden)
+                self._leave_result(action, run_part(chunk, micro_batch, self._result_for(action)))
                 consumer = self.schedule.consumer(self.stage, action)
                 if consumer is not None and consumer.stage != self.stage:
-                    self._transfer(Transfer("send", consumer.stage, StageAction(self.stage, action)), empty)
+                    self._transfer(Transfer("send", consumer.stage, StageAction(self.stage, action)), empty_hidden)
         while self._sends:
             self._sends.popleft().wait()

@@ -63,11 +63,11 @@ Phases = Sequence[tuple[str, int]]
 
 
 def expand_phases(phases: Phases, **queues: Sequence[tuple[int, int]]) -> list[Action]:
-    """Expand phases to actions.
+    """Return a stage's actions in order, from phases (pattern, repeats): ("F B", 3) stands for F B F B F B.
 
-    A phase is (pattern, repeats); a pattern is words separated by spaces, such as ("F B", 3) for F B F B F B. queues:
-    for each word except W, the (micro-batch, chunk) pairs that its occurrences take, in order; an occurrence without a
-    pair left is skipped. A W takes the pair of the earliest B that has no W yet.
+    queues: for each word of the patterns except W, a keyword argument such as F=[(0, 0), (1, 0)]: the (micro-batch,
+    chunk) pairs of its occurrences, in order. Occurrences without a pair are skipped. A W takes the pair of the
+    earliest B without W.
     """
     waiting = {word: deque(pairs) for word, pairs in queues.items()} | {"W": deque()}
     actions = []
@@ -81,7 +81,7 @@ def expand_phases(phases: Phases, **queues: Sequence[tuple[int, int]]) -> list[A
 
 
 def micro_batch_order(micro_batches: int, chunk: int = 0) -> list[tuple[int, int]]:
-    """Return the pairs (0, chunk), (1, chunk), ... of all micro-batches, as `expand_phases` takes them."""
+    """Return the pairs (0, chunk), (1, chunk), ... of all micro-batches: a queue for `expand_phases`."""
     return [(micro_batch, chunk) for micro_batch in range(micro_batches)]
 
 
@@ -121,7 +121,7 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
 def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Action]:
     """ZB-H1 (depth 1) and ZB-H2 (depth 2): 1F1B with weight gradients deferred to fill the last bubble.
 
-    A stage k places before the last runs depth * k warm-up forwards; stage k defers depth * k weight gradients. All
+    The stage k places before the last runs depth * k warm-up forwards; stage k defers depth * k weight gradients. All
     stages have the same number of micro-batches in flight: `stages` in ZB-H1, `2 * stages - 1` in ZB-H2.
     Qi et al. 2023, sections 2.1 and 2.2, figure 3; remaining bubbles: table 2.
     """

@@ -15,7 +15,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class ModuleOnOtherStage(nn.Module):
-    """Placeholder for a module that another stage holds, so that the other modules keep their names."""
+    """Placeholder for a module that another stage holds, so that this stage's modules keep their names."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -36,7 +36,7 @@ def keep_stage_modules(
     chunks of this stage}. A head that is tied to the embedding of another stage keeps a replica of it under the
     embedding's name; the gradients of the two must be summed.
     """
-    tied, end = model.config.tie_embeddings, schedule.positions - 1
+    tied, end = model.config.tie_embeddings, schedule.num_parts - 1
     chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.num_chunks)}
     part_of = {index: position for position in chunks for index in parts[position]}
     layers = model.model.layers

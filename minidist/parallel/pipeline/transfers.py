@@ -9,11 +9,11 @@ it at that place in their programs. The first pending transfer can then always c
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, execution_order
+from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, find_order_and_deadlocks
 
 
 class Span(NamedTuple):
-    """An action with its start and end time, in the unit of the given durations."""
+    """An action with its start and end time, in the unit of the durations given to `compute_spans`."""
 
     action: Action
     start: float
@@ -44,11 +44,11 @@ def compute_spans(
     """Compute start and end of each stage's actions, in the unit of `durations`.
 
     durations: by kind of action ("F", "B", "W"), one duration for each model chunk in pipeline order. transfer_time:
-    the time in which a result gets from one stage to another. Returns a list for each stage, in execution order. A
-    stage runs its actions in order, each as soon as the stage is free and its inputs have arrived; transfers overlap
-    with computation (Qi et al. 2023, appendix G, equations 4 to 6). Raises ValueError for a schedule that deadlocks.
+    the time to send a result to another stage. Returns a list for each stage, in execution order. A stage runs its
+    actions in order, each as soon as the stage is free and its inputs have arrived; transfers overlap with computation
+    (Qi et al. 2023, appendix G, equations 4 to 6). Raises ValueError for a schedule that deadlocks.
     """
-    order, stuck = execution_order(schedule)
+    order, stuck = find_order_and_deadlocks(schedule)
     if stuck:
         raise ValueError(f"schedule {schedule.kind} deadlocks: stages {sorted(stuck)} wait for each other")
     ends: dict[StageAction, float] = {}
@@ -64,21 +64,21 @@ def compute_spans(
 
 
 def build_stage_programs(schedule: Schedule) -> list[list[Action | Transfer]]:
-    """Return each stage's program (`insert_transfers`) if F takes 1, and a full backward, or B and W together, 2."""
+    """Return each stage's actions and transfers in order, planned for durations 1 (F) and 2 (full backward)."""
     backward = 1.0 if schedule.splits_backward else 2.0
-    durations = {kind: [time] * schedule.positions for kind, time in (("F", 1.0), ("B", backward), ("W", 1.0))}
+    durations = {kind: [time] * schedule.num_parts for kind, time in (("F", 1.0), ("B", backward), ("W", 1.0))}
     return insert_transfers(schedule, compute_spans(schedule, durations))
 
 
 def insert_transfers(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> list[list[Action | Transfer]]:
     """Return each stage's program: its actions in order, with the sends and receives between them.
 
-    spans: the times of the actions (`compute_spans`), which decide where a transfer is placed.
-    The programs do not deadlock even if every transfer blocks until its peer arrives. With asynchronous transfers a
-    stage posts each at its place and waits where it needs the tensor.
+    spans: the times of the actions (`compute_spans`), which determine the place of each transfer. The programs do not
+    deadlock even if every transfer blocks until its peer arrives. With asynchronous transfers a stage posts each at its
+    place and waits where it needs the tensor.
     """
     programs: list[list[Action | Transfer]] = [[] for _ in range(schedule.num_stages)]
-    position = {place: number for number, place in enumerate(execution_order(schedule)[0])}
+    position = {place: number for number, place in enumerate(find_order_and_deadlocks(schedule)[0])}
     # Actions are ordered by their start, transfers by the end of the action whose result they carry.
     events: list[tuple[float, int, int, StageAction]] = []
     for stage, of_stage in enumerate(spans):

@@ -61,7 +61,7 @@ def copy_to_tp(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """Collective: all-reduce the partial results `x` (any shape) of a tensor-parallel region; the sum is replicated."""
+    """Collective: return the sum of the partial results `x` (any shape) over the group; backward is the identity."""
     return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 
@@ -88,7 +88,7 @@ def reduce_scatter_to_sp(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def region_operators(group: Group, sequence_parallel: bool) -> tuple[Operator, Operator]:
-    """Return the two operators applied to activations (b, s, h) at the entry and at the exit of a parallel region.
+    """Return the operators (enter, leave) for activations (b, s, h) at the two ends of a tensor-parallel region.
 
     sequence_parallel: whether activations outside the region are sharded along the sequence.
     """

@@ -21,8 +21,8 @@ class ParamShard:
     """The shard of a parameter that one rank of the group holds.
 
     box: the index range of the shard in each dimension of the full parameter. holders: the group ranks that hold this
-    same shard, this rank included. partial: whether each holder's local gradient is only a term of the shard's
-    gradient, so that the holders must sum them; otherwise every holder computes the full gradient.
+    same shard, this rank included. partial: whether the shard's gradient is the sum of the holders' local gradients;
+    otherwise every holder computes the full gradient.
     """
 
     box: Box

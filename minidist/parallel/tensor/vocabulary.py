@@ -21,7 +21,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self._first, self._leave = nn.Parameter(weight), first, leave
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Collective: return the embeddings of `tokens`. This rank adds zeros for tokens in the rows of other ranks."""
+        """Collective: return the embeddings of `tokens` (b, s), to which each rank contributes its rows."""
         local = tokens - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -54,12 +54,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss:
-    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
+    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`; called like `cross_entropy_sum`.
 
     first: the first token id of this rank's shard, which has the logits of the n tokens `first` to `first + n - 1`.
 
-    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
-    three numbers per position, instead of one per token of the vocabulary.
+    Ranks exchange three numbers per position, instead of one per token of the vocabulary: "fuse the output of the
+    parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3).
     """
 
     def __init__(self, first: int, group: Group):

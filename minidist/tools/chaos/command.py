@@ -11,7 +11,7 @@ from pathlib import Path
 from minidist.errors import UserError
 from minidist.tools.chaos.faults import KINDS, PHASES
 from minidist.tools.chaos.plan import Trial, draw_trial
-from minidist.tools.chaos.trial import Laboratory, Outcome
+from minidist.tools.chaos.trial import Outcome, TrialRunner
 from minidist.tools.launch import RankServer
 
 
@@ -20,10 +20,10 @@ class ChaosOptions:
     """Inject faults drawn from a seed into small training runs, resume the runs, and check that nothing was lost.
 
     Each trial runs 20 steps on some layout with a fault (see `minidist train --help`, fault.inject), then resumes on
-    the same or another layout. Checked: how the run ended; that the newest checkpoint loads; the losses after the
-    resume, bit for bit on the same layout and within 1e-6 on another; and that no process, shared memory or partial
-    checkpoint is left. Half of the runs in which a rank of several is killed recover live: they must go on to the end,
-    with losses within 1e-6. The exit code is 1 if any trial fails.
+    the same or another layout. The trial checks how the run ended, that the newest checkpoint loads, the losses after
+    the resume (bit for bit on the same layout, within 1e-6 on another), and that no process, shared memory or partial
+    checkpoint is left. Half of the runs in which one of several ranks is killed recover live: they must go on to the
+    end, with losses within 1e-6. The exit code is 1 if any trial fails.
     """
 
     seed: int = 0
@@ -41,16 +41,19 @@ class ChaosOptions:
 
 
 def main(options: ChaosOptions) -> int:
-    """Run the trials and print them; returns the exit code. Raises UserError for invalid options."""
+    """Run the trials that the options select, print their results, and return the exit code: 0 if all passed, else 1.
+
+    Raises UserError for invalid options.
+    """
     _check(options)
     start_s = time.monotonic()
     outcomes: list[tuple[Trial, Outcome]] = []
     preload = ("torch._dynamo", "safetensors.torch", "minidist.tools.chaos.trial")
     with RankServer(preload=preload) as server, _open_folder(options.keep) as folder:
-        laboratory = Laboratory(server, Path(folder))
+        runner = TrialRunner(server, Path(folder))
         for number in range(options.first, options.first + options.trials):
             trial = draw_trial(options.seed, number, options.ranks)
-            outcome = laboratory.run(trial)
+            outcome = runner.run_trial(trial)
             outcomes.append((trial, outcome))
             print(*_describe(trial, outcome, options), sep="\n", flush=True)
             if options.json is not None:
@@ -61,14 +64,14 @@ def main(options: ChaosOptions) -> int:
     return 1 if failed else 0
 
 
-def repeat_command(trial: Trial, options: ChaosOptions) -> str:
-    """Return the command that runs one trial again."""
+def _repeat_command(trial: Trial, options: ChaosOptions) -> str:
+    """The command that runs one trial again."""
     ranks = " ".join(map(str, options.ranks))
     return f"minidist chaos --seed {options.seed} --first {trial.number} --trials 1 --ranks {ranks}"
 
 
 def format_table(outcomes: list[tuple[Trial, Outcome]]) -> list[str]:
-    """Return the trials by phase and kind as lines of a table: those that passed, of all."""
+    """Return the lines of a table: how many of all trials passed, by phase and kind of the fault."""
     done, passed = Counter(), Counter()
     for trial, outcome in outcomes:
         at = trial.fault.phase, trial.fault.kind
@@ -82,22 +85,22 @@ def format_table(outcomes: list[tuple[Trial, Outcome]]) -> list[str]:
 
 
 def format_json(options: ChaosOptions, outcomes: list[tuple[Trial, Outcome]]) -> str:
-    """Return the trials as JSON."""
+    """Format the trials and their outcomes as a JSON document, the contents of the file of `--json`."""
     rows = [
         {
             "trial": trial.number,
             "fault": str(trial.fault),
             "layout": str(trial.layout),
             "resumed_layout": str(trial.resumed_layout),
-            "ranks": [trial.layout.ranks, trial.resumed_layout.ranks],
-            "background": trial.background,
+            "ranks": [trial.layout.num_ranks, trial.resumed_layout.num_ranks],
+            "background": trial.saves_in_background,
             "live_recovery": trial.live_recovery,
             "ended": outcome.ended,
             "resumed_step": outcome.resumed_step,
             "largest_difference": outcome.difference,
             "seconds": round(outcome.seconds, 3),
             "problems": outcome.problems,
-            "command": repeat_command(trial, options),
+            "command": _repeat_command(trial, options),
         }
         for trial, outcome in outcomes
     ]
@@ -110,7 +113,7 @@ def _describe(trial: Trial, outcome: Outcome, options: ChaosOptions) -> list[str
     lines = [f"{trial.number:>4}  {trial}: {verdict} ({outcome.seconds:.1f} s)"]
     if outcome.problems:
         lines += [f"        {line}" for problem in outcome.problems for line in problem.splitlines()]
-        lines += [f"      again: {repeat_command(trial, options)}"]
+        lines += [f"      again: {_repeat_command(trial, options)}"]
     return lines
 
 
@@ -130,8 +133,6 @@ def _check(options: ChaosOptions) -> None:
             f"--trials is {options.trials}, --first {options.first}: give at least 1 trial, and a first from 0."
         )
     if not options.ranks or not set(options.ranks) <= {1, 2, 4}:
-        raise UserError(
-            f"--ranks is {' '.join(map(str, options.ranks))}: give some of 1 2 4 8, which divide the batch."
-        )
+        raise UserError(f"--ranks is {' '.join(map(str, options.ranks))}: give some of 1 2 4, which divide the batch.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}. Make it first.")

@@ -27,9 +27,11 @@ _SYNTAX = re.compile(r"(\w+) rank (\d+) at step (\d+) in (\w+)")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: its kind, the phase, the number of the step, from 1, and the rank.
+    """A fault to inject into a run, such as "kill rank 1 at step 3 in update".
 
-    In a phase of a save, the fault is injected into the checkpoint of that step, or into the next one that is saved.
+    kind: one of KINDS. rank: the rank on which it occurs. step: the number of the step, from 1. phase: the part of a
+    step or of a checkpoint save, one of PHASES. A fault in a save occurs in the save after that step, or in the next
+    save.
     """
 
     kind: str
@@ -42,7 +44,7 @@ class Fault:
 
 
 def parse_fault(text: str, ranks: int | None = None) -> Fault:
-    """Parse a fault such as "kill rank 1 at step 3 in update". Raises UserError if there is no such fault.
+    """Parse the text of a fault, such as "kill rank 1 at step 3 in update". Raises UserError if there is no such fault.
 
     ranks: the number of ranks of the run, if known.
     """

@@ -31,28 +31,32 @@ _FLIPPED_BIT = 4  # from the top of an element: an exponent bit, so that the val
 
 
 class FaultInjector(Observer):
-    """Injects one fault, once, into the run of this rank; "slow" from its step to the end of the run.
+    """Observer that injects a fault into this rank when its step and phase begin, if this is the fault's rank.
 
-    meter: the meter that the run must use.
+    A fault is injected once; "slow" is injected from its step to the end of the run. meter: the traffic meter that the
+    run must use; it notices where phases begin.
     """
 
     def __init__(self, fault: Fault):
-        self.meter = InjectingMeter(self)
+        self.meter = _InjectingMeter(self)
         self._fault, self._trainer, self._step, self._injected = fault, None, 0, False
 
     def on_start(self, trainer: Trainer) -> None:
+        """Called when the trainer is built: on the fault's rank, start watching the trainer's steps and saves."""
         if trainer.world.rank == self._fault.rank:
             self._trainer = trainer
             trainer.saver.on_phase = self._on_phase
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        """Print a line if the run has ended without the fault, because it never came to the fault's step and phase."""
         if self._trainer is not None and not self._injected:
             self._print(f"{self._fault}: this run never came there")
 
     def on_span(self, name: str, attributes: dict[str, Any]) -> None:
-        """Called when a span of time begins: note the step's number, or inject the fault if its phase and step begin.
+        """Inject the fault if the span `name`, which begins now, is the fault's phase in its step.
 
-        The fault may kill or stop this process.
+        The meter of this injector calls it. The fault may kill or stop this process. attributes: of the span; "step"
+        has the step's number.
         """
         if name == "step":
             self._step = attributes["step"]
@@ -69,7 +73,7 @@ class FaultInjector(Observer):
         if (fault.kind, fault.phase) == ("nan", "backward"):
             self._poison_backward(engine.parameters)
         else:
-            carry_out(fault, engine.reducer.checkpoint_tensors, engine.reducer.gradients)
+            execute_fault(fault, engine.reducer.checkpoint_tensors, engine.reducer.gradients)
 
     def _poison_backward(self, parameters: dict[str, Any]) -> None:
         """Make the gradient of a parameter NaN as soon as the backward that begins here has computed it."""
@@ -80,7 +84,7 @@ class FaultInjector(Observer):
         print(f"rank {self._fault.rank}: {line}", file=sys.stderr, flush=True)
 
 
-class InjectingMeter(TimedMeter):
+class _InjectingMeter(TimedMeter):
     """A meter that tells a `FaultInjector` when a span of the trainer begins."""
 
     def __init__(self, injector: FaultInjector):
@@ -92,15 +96,15 @@ class InjectingMeter(TimedMeter):
         return super().span(name, **attributes)
 
 
-def carry_out(
+def execute_fault(
     fault: Fault,
     parameters: Callable[[], Mapping[str, Tensor]],
     gradients: Callable[[], Mapping[str, Tensor | None]],
 ) -> None:
-    """Carry out a fault in this process, which is that of its rank.
+    """Make a fault happen in this process now: kill or stop it, sleep, change a tensor, or raise.
 
-    parameters, gradients: return the tensors of this rank, by name; "flip" and "nan" change one of them. Raises OSError
-    for a full disk.
+    parameters, gradients: return this rank's tensors by name; "flip" changes a parameter and "nan" a gradient. Raises
+    OSError for a full disk.
     """
     if fault.kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
@@ -109,15 +113,17 @@ def carry_out(
     elif fault.kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif fault.kind == "flip":
-        flip_bit(_largest(parameters()))
+        flip_bit_of_first_element(_largest(parameters()))
     else:
         _largest(gradients()).view(-1)[0] = math.nan
 
 
-def flip_bit(tensor: Tensor, bit: int = _FLIPPED_BIT) -> None:
-    """Flip one bit of the first element of a contiguous tensor, in place. bit: 0 is the sign."""
+def flip_bit_of_first_element(tensor: Tensor, bit_from_highest: int = _FLIPPED_BIT) -> None:
+    """Flip one bit of the first element of a contiguous tensor, in place. bit_from_highest: 0 is the sign bit."""
     element_bytes = tensor.data.view(-1)[:1].view(torch.uint8)
-    element_bytes[-1 - bit // 8] ^= 0x80 >> bit % 8  # in memory, the byte with the sign is the last
+    element_bytes[-1 - bit_from_highest // 8] ^= (
+        0x80 >> bit_from_highest % 8
+    )  # in memory, the byte with the sign is the last
 
 
 def _largest(tensors: Mapping[str, Tensor | None]) -> Tensor:

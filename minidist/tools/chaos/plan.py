@@ -26,7 +26,7 @@ _KEPT, _KEPT_WITH_FLIP = 2, STEPS  # a checkpoint from before the flipped bit mu
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh and the ZeRO stage of a run."""
+    """The mesh of a chaos trial's run and its ZeRO stage."""
 
     dp: int = 1
     tp: int = 1
@@ -34,8 +34,8 @@ class Layout:
     zero: int = 0
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks."""
+    def num_ranks(self) -> int:
+        """The number of ranks of the run."""
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
@@ -45,57 +45,58 @@ class Layout:
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault in a run on one layout, and the layout on which the run is resumed.
+    """One chaos trial: a run with a fault, and a second run that resumes it from a checkpoint.
 
-    background: whether checkpoints are written while training goes on. live_recovery: whether the other ranks go on
-    when one is killed, and admit a new one.
+    number: the number of the trial, from 0. layout: of the run with the fault. resumed_layout: of the second run.
+    saves_in_background: whether the first run writes checkpoints while it trains. live_recovery: whether the other
+    ranks continue without a restart when one is killed, and admit a new one.
     """
 
     number: int
     layout: Layout
     resumed_layout: Layout
     fault: Fault
-    background: bool
+    saves_in_background: bool
     live_recovery: bool = False
 
     def __str__(self) -> str:
-        background = "" if self.background else ", saving without a background thread"
+        background = "" if self.saves_in_background else ", saving without a background thread"
         recovery = ", live recovery" if self.live_recovery else ""
         return f"{self.fault}; {self.layout}, then {self.resumed_layout}{background}{recovery}"
 
 
 def list_layouts(ranks: int) -> list[Layout]:
-    """Return the layouts of that many ranks: all divisions over dp, tp and pp, with ZeRO where there are replicas."""
+    """Return all layouts of `ranks` ranks: every division over dp, tp and pp, with ZeRO stages where dp is above 1."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     meshes = [(dp, tp, ranks // dp // tp) for dp in divisors for tp in divisors if ranks % (dp * tp) == 0]
     layouts = [Layout(*mesh, zero) for mesh in meshes for zero in (_ZERO_STAGES if mesh[0] > 1 else (0,))]
     return [layout for layout in layouts if layout.pp <= _LAYERS]
 
 
-def draw_trial(seed: int, number: int, ranks: Sequence[int]) -> Trial:
-    """Draw trial `number`, from 0, of a seed: a function of the arguments alone.
+def draw_trial(seed: int, number: int, world_sizes: Sequence[int]) -> Trial:
+    """Draw trial `number`, counted from 0, at random; equal arguments give the same trial.
 
-    ranks: the numbers of ranks that the runs may have. Every kind of fault occurs in each of its phases once before any
-    combination occurs again.
+    world_sizes: the possible numbers of ranks of a run. Every kind of fault occurs in each of its phases once before
+    any combination occurs again.
     """
     combinations = [(kind, phase) for kind, phases in KINDS.items() for phase in phases]
     random.Random(f"{seed} order").shuffle(combinations)
     kind, phase = combinations[number % len(combinations)]
     draw = random.Random(f"{seed} {number}")
-    layouts = {size: list_layouts(size) for size in sorted(set(ranks))}
+    layouts = {size: list_layouts(size) for size in sorted(set(world_sizes))}
     layout = draw.choice(layouts[draw.choice(sorted(layouts))])
     other = draw.choice(layouts[draw.choice(sorted(layouts))])
     step = draw.randrange(SAVE_EVERY, STEPS, SAVE_EVERY) if phase in SAVE_PHASES else draw.randrange(2, STEPS)
-    rank = 0 if phase == "rename" else draw.randrange(layout.ranks)
+    rank = 0 if phase == "rename" else draw.randrange(layout.num_ranks)
     same = draw.random() < 0.5
     background = draw.random() < 0.75
-    live_recovery = kind == "kill" and layout.ranks > 1 and draw.random() < 0.5
+    live_recovery = kind == "kill" and layout.num_ranks > 1 and draw.random() < 0.5
     resumed_layout = layout if same else other
     return Trial(number, layout, resumed_layout, Fault(kind, rank, step, phase), background, live_recovery)
 
 
 def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = None) -> Config:
-    """Return the configuration of a trial's run: a tiny model, `STEPS` steps of milliseconds, float32, SGD.
+    """Make the configuration of a trial's run: a tiny model, `STEPS` steps of milliseconds, float32, SGD.
 
     layout: the mesh and ZeRO stage. text: the file to train on. folder: the run folder. trial: the trial whose fault is
     injected, and which decides on background saves and live recovery; None for an uninterrupted or resumed run.
@@ -117,7 +118,9 @@ def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = 
             sample_tokens=0,
         ),
         checkpoint=CheckpointConfig(
-            every=SAVE_EVERY, keep=_KEPT_WITH_FLIP if flips else _KEPT, background=trial is None or trial.background
+            every=SAVE_EVERY,
+            keep=_KEPT_WITH_FLIP if flips else _KEPT,
+            background=trial is None or trial.saves_in_background,
         ),
         fault=FaultConfig(
             inject=None if trial is None else str(trial.fault), live_recovery=trial is not None and trial.live_recovery

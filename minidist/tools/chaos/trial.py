@@ -21,7 +21,7 @@ from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.chaos.injector import FaultInjector
 from minidist.tools.chaos.plan import STEPS, Layout, Trial, make_config
 from minidist.tools.console.metrics_file import MetricsFile, read_metrics
-from minidist.tools.console.reporter import describe_start, open_metrics_file
+from minidist.tools.console.reporter import make_start_row, open_metrics_file
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.job import Replacement
 from minidist.tools.recovery.live_recovery import train_with_recovery
@@ -37,7 +37,7 @@ _STOPPED_RANK_S = 0.5  # for the launcher to end a run with a stopped rank, befo
 _RUN_FILES = {"checkpoints", "config.toml", "metrics.jsonl"}
 
 
-class LossAndNoteRecorder(Observer):
+class _LossAndNoteRecorder(Observer):
     """Observer that, on rank 0, writes each step's loss to metrics.jsonl and prints the run's notes."""
 
     def __init__(self):
@@ -47,7 +47,7 @@ class LossAndNoteRecorder(Observer):
         self.resumed_from = trainer.resumed_from
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
-            self._file.write_row(describe_start(trainer))
+            self._file.write_row(make_start_row(trainer))
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._file is not None:
@@ -61,7 +61,7 @@ class LossAndNoteRecorder(Observer):
         summary["resumed_from"] = self.resumed_from
 
 
-def train_rank(world: World, config: Config) -> dict[str, Any]:
+def _train_rank(world: World, config: Config) -> dict[str, Any]:
     """Collective: train with the fault of the configuration; return the summary, with "resumed_from"."""
     torch.set_num_threads(1)  # a model this small is slower on every further thread
     if config.fault.live_recovery:
@@ -71,9 +71,9 @@ def train_rank(world: World, config: Config) -> dict[str, Any]:
 
 def _make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter | None]:
     if config.fault.inject is None:
-        return [LossAndNoteRecorder()], None
+        return [_LossAndNoteRecorder()], None
     injector = FaultInjector(parse_fault(config.fault.inject))
-    return [injector, LossAndNoteRecorder()], injector.meter
+    return [injector, _LossAndNoteRecorder()], injector.meter
 
 
 @dataclass
@@ -81,9 +81,9 @@ class Outcome:
     """The result of a trial, filled in while it runs.
 
     ended: how the run with the injected fault ended: "went on" or the first line of its error. problems: one line for
-    each check that failed, [] if all is well. resumed_step: the number of completed steps in the checkpoint from which
-    the run was resumed; 0 if it had none and began again. difference: the largest difference, in nats, between a loss
-    after that step and the loss of the uninterrupted run. seconds: the duration of the trial.
+    each check that failed, [] if the trial passed. resumed_step: the number of completed steps in the checkpoint from
+    which the run was resumed; 0 if it had none and began again. difference: the largest difference, in nats, between a
+    loss after that step and the loss of the uninterrupted run. seconds: the duration of the trial.
     """
 
     ended: str = ""
@@ -93,10 +93,10 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Laboratory:
-    """Runs trials on one rank server, in one temporary folder. References are computed once per layout.
+class TrialRunner:
+    """Runs chaos trials on the ranks of one rank server, in a temporary folder.
 
-    folder: for the runs; the folder of a trial is deleted when it has ended well.
+    folder: contains the run folders; the run folders of a trial that has passed are deleted.
     """
 
     def __init__(self, server: RankServer, folder: Path):
@@ -105,23 +105,25 @@ class Laboratory:
         self._text.write_bytes(generate_text(_TEXT_BYTES).tobytes())
         self._references: dict[Layout, dict[int, float]] = {}
 
-    def reference(self, layout: Layout) -> dict[int, float]:
-        """Return the losses of an uninterrupted run, by step, and its held-out loss as that of step STEPS + 1.
+    def reference_losses(self, layout: Layout) -> dict[int, float]:
+        """Return the losses of an uninterrupted run on this layout, by step, in nats per token.
 
-        The run takes place on the first call for a layout; its folder is deleted at once.
+        The held-out loss is included, as step STEPS + 1. The first call for a layout runs it; later calls return the
+        same losses.
         """
         if layout not in self._references:
             folder = self._folder / "reference"
             config = make_config(layout, self._text, folder)
-            summary = self._server.run(train_rank, layout.ranks, (config,), deadline_s=_DEADLINE_S).values[0]
+            summary = self._server.run(_train_rank, layout.num_ranks, (config,), deadline_s=_DEADLINE_S).values[0]
             self._references[layout] = read_losses(folder) | {STEPS + 1: summary["held_out_loss"]}
             shutil.rmtree(folder)
         return self._references[layout]
 
-    def run(self, trial: Trial) -> Outcome:
-        """Run a trial: a run with the fault, then the resumed run; return what both showed, checked against references.
+    def run_trial(self, trial: Trial) -> Outcome:
+        """Run training with the fault of a trial, then resume it; check both runs and return what was found.
 
-        A run that fails, or ends otherwise than the fault requires, is a line of `Outcome.problems`, not an exception.
+        The losses are compared with uninterrupted runs. A run that fails, or ends otherwise than the fault requires, is
+        a line of `Outcome.problems`, not an exception.
         """
         start_s, outcome = time.monotonic(), Outcome()
         folder = self._folder / f"trial-{trial.number}"
@@ -135,7 +137,7 @@ class Laboratory:
         return outcome
 
     def _run(self, trial: Trial, folder: Path, outcome: Outcome) -> None:
-        first, second = self.reference(trial.layout), self.reference(trial.resumed_layout)
+        first, second = self.reference_losses(trial.layout), self.reference_losses(trial.resumed_layout)
         config = make_config(trial.layout, self._text, folder, trial)
         pids = self._run_with_fault(trial, config, outcome)
         run = folder
@@ -149,14 +151,14 @@ class Laboratory:
             resumed = dataclasses.replace(
                 resumed, checkpoint=dataclasses.replace(resumed.checkpoint, resume=checkpoints[newest])
             )
-        job = self._server.start(train_rank, trial.resumed_layout.ranks, (resumed,), deadline_s=_DEADLINE_S)
+        job = self._server.start(_train_rank, trial.resumed_layout.num_ranks, (resumed,), deadline_s=_DEADLINE_S)
         summary = job.wait().values[0]
         outcome.resumed_step = newest
         if summary["resumed_from"] != checkpoints.get(newest):
             outcome.problems.append(f"resumed from {summary['resumed_from']}, not from {checkpoints.get(newest)}")
         losses = read_losses(run) | {STEPS + 1: summary["held_out_loss"]}
         outcome.problems += self._compare(trial, newest, losses, first, second, outcome)
-        outcome.problems += find_leftovers(run, [*pids, *job.pids])
+        outcome.problems += find_leftover_resources(run, [*pids, *job.pids])
         if run != folder:
             shutil.rmtree(run)
 
@@ -165,7 +167,9 @@ class Laboratory:
         layout, replacement = trial.layout, None
         if trial.live_recovery:
             replacement = Replacement(config.fault.max_restarts, layout.tp * layout.pp)
-        job = self._server.start(train_rank, layout.ranks, (config,), deadline_s=_DEADLINE_S, replacement=replacement)
+        job = self._server.start(
+            _train_rank, layout.num_ranks, (config,), deadline_s=_DEADLINE_S, replacement=replacement
+        )
         fault, stopped_s, failure, pids, all_pids = trial.fault, None, None, job.pids, set(job.pids)
         while not job.poll(0.02):
             pids = job.pids
@@ -231,7 +235,7 @@ def _check_end(trial: Trial, failure: Exception | None, was_stopped: bool, outpu
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """Return the losses in the metrics file of a run, by step. Raises RunError if a step is there twice."""
+    """Return the training losses in a run folder's metrics.jsonl, by step. Raises RunError if a step occurs twice."""
     losses: dict[int, float] = {}
     for row in read_metrics(folder / "metrics.jsonl"):
         if "loss" in row:
@@ -241,10 +245,11 @@ def read_losses(folder: Path) -> dict[int, float]:
     return losses
 
 
-def find_leftovers(folder: Path, pids: list[int]) -> list[str]:
-    """Return what a run and its resumption have left behind: processes, shared memory, partial checkpoints, files.
+def find_leftover_resources(folder: Path, pids: list[int]) -> list[str]:
+    """Return a line of text for each thing that a run and its resumption have left behind; [] if all is clean.
 
-    pids: of all their ranks.
+    It looks for live processes, shared memory, partial checkpoints, and unknown files in the run folder. pids: of all
+    ranks of both runs.
     """
     names = set(os.listdir(folder)) - _RUN_FILES
     checkpoints = folder / CHECKPOINTS
@@ -259,7 +264,7 @@ def find_leftovers(folder: Path, pids: list[int]) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped by a signal."""
+    """Return whether a process of this machine is stopped by a signal (SIGSTOP)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
     except (OSError, IndexError):

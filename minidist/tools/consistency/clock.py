@@ -12,16 +12,20 @@ from torch import Tensor
 
 from minidist.consistency.simple import Pull, Push, Server, Worker
 from minidist.hashing import hash64
+from minidist.tools.simulate.failures import Phase
+
+COMPUTING, MESSAGE, WAITING, LINK_BUSY = "computing", "message", "waiting for others", "link is busy"
 
 
 @dataclass(frozen=True)
 class Durations:
-    """How long workers compute and messages take, in virtual seconds.
+    """How long the workers of an asynchronous run compute and their messages take, in seconds of a virtual clock.
 
-    compute_s, transfer_s: of each worker's gradient, and of a message with gradient or parameters between it and the
-    server; requests and acknowledgements take no time. spread: each duration is multiplied by a random number from
-    1 - spread to 1 + spread. seed: of these numbers. shared_link: whether the server sends and receives one message at
-    a time. leave_s: the times at which workers leave the run; what they have not pushed by then is lost.
+    compute_s: for each worker, the time to compute a gradient. transfer_s: for each worker, the time of a message with
+    gradient or parameters between it and the server; requests and acknowledgements take no time. spread: each duration
+    is multiplied by a random number from 1 - spread to 1 + spread. seed: of these numbers. shared_link: whether the
+    server sends and receives one message at a time. leave_s: by worker, the time at which it leaves the run; a gradient
+    it has not pushed by then is lost.
     """
 
     compute_s: Sequence[float]
@@ -31,10 +35,11 @@ class Durations:
     shared_link: bool = False
     leave_s: Mapping[int, float] = field(default_factory=dict)
 
-    def draw(self, kind: int, worker: int, number: int) -> float:
-        """Return how long a worker's computation (kind 0) or message (kind 1) takes, in seconds of the virtual clock.
+    def duration_s(self, kind: int, worker: int, number: int) -> float:
+        """Return the duration of one computation (kind 0) or one message (kind 1) of a worker, in virtual seconds.
 
-        number: 0 for the worker's first computation or message, 1 for its second, ... Equal arguments, equal durations.
+        number: 0 for the worker's first computation or message, 1 for its second, ... Equal arguments give equal
+        durations.
         """
         mean_s = (self.compute_s, self.transfer_s)[kind][worker]
         if not self.spread:
@@ -45,14 +50,15 @@ class Durations:
 
 @dataclass
 class Timeline:
-    """What happened on the virtual clock.
+    """When the updates of an asynchronous run occurred, in seconds of the virtual clock.
 
-    updates: the time and the worker of each update, in order. waited_s: how long each worker waited because of the
-    staleness bound. end_s: the time of the last event.
+    updates: (time, worker) of each update, in order. waited_s: the total time that each worker waited because of the
+    staleness bound. phases: what each worker did from when to when. end_s: the time of the last event.
     """
 
     updates: list[tuple[float, int]]
     waited_s: list[float]
+    phases: list[list[Phase]]
     end_s: float = 0.0
 
 
@@ -61,7 +67,7 @@ class _Clock:
 
     def __init__(self, server: Server, workers: Sequence[Worker], durations: Durations):
         self.server, self.workers, self.durations = server, dict(enumerate(workers)), durations
-        self.timeline = Timeline([], [0.0] * len(workers))
+        self.timeline = Timeline([], [0.0] * len(workers), [[] for _ in workers])
         self._events: list[tuple] = []  # (time, whether it is a push, order, worker, request, whether it has arrived)
         self._order = 0
         self._numbers = [[0] * len(workers), [0] * len(workers)]  # durations drawn so far, by kind and worker
@@ -90,6 +96,7 @@ class _Clock:
             self.workers.pop(worker).close()
         for other, answer in self.server.handle(worker, request):
             self.timeline.waited_s[other] += now_s - self._arrived_s[other]
+            self._note(other, WAITING, self._arrived_s[other], now_s)
             if answer is None:
                 self.timeline.updates.append((now_s, other))
                 self._resume(other, now_s, None)
@@ -106,18 +113,29 @@ class _Clock:
         if isinstance(request, Pull):
             self._add(now_s, worker, request)
         else:
-            self._add(now_s + self._draw(0, worker), worker, request, has_arrived=False)
+            computed_s = now_s + self._draw(0, worker)
+            self._note(worker, COMPUTING, now_s, computed_s)
+            self._add(computed_s, worker, request, has_arrived=False)
 
     def _transfer(self, worker: int, now_s: float) -> float:
         """Return when a message that is sent now has arrived."""
+        duration_s = self._draw(1, worker)
+        if not duration_s:  # the worker is in the server's process, and uses no link
+            return now_s
         start_s = max(now_s, self._link_free_s) if self.durations.shared_link else now_s
-        self._link_free_s = start_s + self._draw(1, worker)
+        self._link_free_s = start_s + duration_s
+        self._note(worker, LINK_BUSY, now_s, start_s)
+        self._note(worker, MESSAGE, start_s, self._link_free_s)
         return self._link_free_s
+
+    def _note(self, worker: int, kind: str, start_s: float, stop_s: float) -> None:
+        if stop_s > start_s:
+            self.timeline.phases[worker].append(Phase(kind, start_s, stop_s))
 
     def _draw(self, kind: int, worker: int) -> float:
         number = self._numbers[kind][worker]
         self._numbers[kind][worker] += 1
-        return self.durations.draw(kind, worker, number)
+        return self.durations.duration_s(kind, worker, number)
 
     def _add(self, time_s: float, worker: int, request: Pull | Push | None, has_arrived: bool = True) -> None:
         # At equal times a worker pulls before another pushes: its pull follows its own push without delay.
@@ -127,5 +145,9 @@ class _Clock:
 
 
 def run_on_virtual_clock(server: Server, workers: Sequence[Worker], durations: Durations) -> Timeline:
-    """Run all workers to their end. server: made for these workers. Workers compute when their turn comes."""
+    """Run asynchronous workers and their server in this process until all workers have ended; return when they updated.
+
+    Computations are real; the order of events follows from `durations` on a virtual clock. server: made for these
+    workers.
+    """
     return _Clock(server, workers, durations).run()

@@ -15,15 +15,20 @@ from minidist.consistency.simple import Server, asynchronous_worker
 from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
 
 
-def stable_rate(delay: int, curvature: float = 1.0) -> float:
-    """Return the learning rate below which gradient descent with this delay is stable on a quadratic."""
+def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
+    """Return the learning rate below which gradient descent with delayed gradients is stable, from theory.
+
+    The function to minimise is a quadratic with second derivative `curvature`. delay: in updates.
+    """
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1))) / curvature
 
 
-def grows_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
-    """Run delay + 1 equally fast workers without a bound on a quadratic; return whether the parameter grows.
+def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
+    """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    Each worker pulls right after its push, so that `delay` pushes of the others come in between.
+    curvature: the second derivative of the quadratic. Simulates delay + 1 equally fast workers without a staleness
+    bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
+    push.
     """
     path = [1.0]
 
@@ -42,17 +47,20 @@ def grows_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates:
     return max(path[-window:]) > max(path[window : 2 * window])
 
 
-def measure_stable_rate(delay: int, curvature: float = 1.0, precision: float = 0.005) -> float:
-    """Find the largest learning rate that is stable, by bisection. precision: relative width of the last interval."""
+def measure_max_stable_learning_rate(delay: int, curvature: float = 1.0, precision: float = 0.005) -> float:
+    """Find by bisection, with `diverges_with_delay`, the largest learning rate that is stable.
+
+    precision: relative width of the last interval.
+    """
     low, high = 0.0, 4.0 / curvature
     while high - low > precision * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if grows_with_delay(middle, delay, curvature) else (middle, high)
+        low, high = (low, middle) if diverges_with_delay(middle, delay, curvature) else (middle, high)
     return (low + high) / 2
 
 
 if __name__ == "__main__":
     print("delay  largest stable rate x curvature: measured  in theory  difference")
     for delay in range(9):
-        measured, theory = measure_stable_rate(delay), stable_rate(delay)
+        measured, theory = measure_max_stable_learning_rate(delay), max_stable_learning_rate(delay)
         print(f"{delay:>5}  {measured:>41.4f}  {theory:>9.4f}  {measured / theory - 1:>10.2%}")

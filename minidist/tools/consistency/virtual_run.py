@@ -28,10 +28,13 @@ from minidist.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """The outcome of an asynchronous run.
+    """The result of an asynchronous run on the virtual clock.
 
-    losses: of each update, the worker's mean token loss in nats; held_out_loss: at the end. staleness: of each update,
-    see `Server`. parameters: at the end, by name.
+    losses: for each update, the mean token loss, in nats, of the worker's batch. held_out_loss: at the end, in nats per
+    token. staleness: for each update, the number of other updates between the worker's pull and its push (see
+    `Server`). timeline: when the updates occurred. parameters: at the end, by name. drifts: if measured, after every n
+    updates (n: the number of workers), the root mean square distance of the parameters that the workers compute with
+    from their mean, without workers that are in their last step or done.
     """
 
     losses: Sequence[float]
@@ -39,6 +42,7 @@ class VirtualRun:
     staleness: Sequence[int]
     timeline: Timeline
     parameters: dict[str, Tensor]
+    drifts: Sequence[float] = ()
 
 
 class _FlatModel:
@@ -61,14 +65,20 @@ class _FlatModel:
 
 
 def train_on_virtual_clock(
-    config: Config, durations: Durations, bound: int | None = None, num_updates: int | None = None
+    config: Config,
+    durations: Durations,
+    staleness_bound: int | None = None,
+    num_updates: int | None = None,
+    measure_drift: bool = False,
 ) -> VirtualRun:
-    """Train asynchronously: one worker for each of `durations`, which computes its part of each global batch.
+    """Train a model with asynchronous workers and a server, all in this process, on a virtual clock.
 
-    A step of the configuration is a push of every worker, and the optimizer updates after every push: plain SGD with
-    bound 0 is synchronous training. Gradients are those of `config`'s loss: w_i times the worker's loss sum, over the
-    weighted tokens of the global batch; each is clipped by itself. bound: of staleness. num_updates: instead of
-    config.train.steps, at least this many updates.
+    durations: of each worker. A step of the configuration is a push of every worker, and the optimizer updates after
+    every push: plain SGD with staleness_bound 0 is synchronous training. Each worker computes its part of each global
+    batch. The gradient is that of w_i times the worker's loss sum, divided by the weighted number of tokens of the
+    global batch; each worker's gradient is clipped separately. num_updates: instead of config.train.steps, at least
+    this many updates.
+    measure_drift: whether to compute `VirtualRun.drifts`.
     """
     workers, train, data = len(durations.compute_s), config.train, config.data
     steps = train.steps if num_updates is None else -(-num_updates // workers)
@@ -76,6 +86,8 @@ def train_on_virtual_clock(
     loader = Loader(corpus.train, data.seq_len, train.seed, min_length=data.min_length)
     weights = data.weights or (1.0,) * workers
     central, local, losses = _FlatModel(config), _FlatModel(config), []
+    pulled: dict[int, Tensor] = {}
+    drifts: list[float] = []
 
     def part(step: int, worker: int) -> Batch:
         [batch] = loader.micro_batches(step * train.global_batch, train.global_batch, worker, workers, 1, data.shares)
@@ -89,6 +101,9 @@ def train_on_virtual_clock(
         def compute(values: Tensor, step: int) -> Tensor:
             batch, total = part(step, worker), count_tokens(step)
             local.flat.copy_(values)
+            pulled[worker] = values
+            if step + 1 == steps:  # its last
+                del pulled[worker]
             loss_sum, count = local.model(batch.tokens, batch.labels)
             local.model.zero_grad()
             (loss_sum * weights[worker] / total).backward()
@@ -104,8 +119,11 @@ def train_on_virtual_clock(
         for parameter, grad in central.split(gradient):
             parameter.grad = grad
         central.optimizer.step()
+        if measure_drift and (len(server.staleness) + 1) % workers == 0 and len(pulled) > 1:
+            own = torch.stack(list(pulled.values()))
+            drifts.append(float((own - own.mean(0)).norm()) / len(own) ** 0.5)
 
-    server = Server(central.flat, update, workers, bound)
+    server = Server(central.flat, update, workers, staleness_bound)
     made = [asynchronous_worker(compute_of(worker), steps) for worker in range(workers)]
     timeline = run_on_virtual_clock(server, made, durations)
     held_out = evaluation_loader(corpus.held_out, data.seq_len, train.eval_samples)
@@ -117,7 +135,7 @@ def train_on_virtual_clock(
         ]
     loss_sum, count = torch.stack(sums).sum(0).tolist()
     parameters = {name: p.detach().clone() for name, p in central.parameters.items()}
-    return VirtualRun(losses, loss_sum / count, server.staleness, timeline, parameters)
+    return VirtualRun(losses, loss_sum / count, server.staleness, timeline, parameters, drifts)
 
 
 def main() -> None:

@@ -6,16 +6,20 @@ from minidist.data.synthetic import transition_table
 
 
 def transition_probabilities(seed: int = 0) -> np.ndarray:
-    """Return P(next = c | previous two = a, b) as [a, b, c], (32, 32, 32) float64, exact multiples of 1/256."""
+    """Return the probabilities P(next = c | previous two = a, b) by which the synthetic text is generated.
+
+    Returns [a, b, c], (32, 32, 32) float64, exact multiples of 1/256. seed: the seed of the text (`data/synthetic.py`).
+    """
     table = transition_table(seed)
     return np.stack([(table == c).sum(axis=2) for c in range(len(table))], axis=2) / table.shape[2]
 
 
 def entropy_rate(seed: int = 0, context_len: int = 2) -> float:
-    """Return the expected loss, in nats per token, of the best model with `context_len` previous tokens.
+    """Return the lowest possible loss on the synthetic text of a model that sees `context_len` previous tokens.
 
-    With context_len 2 it is the entropy rate of the source: no model's expected loss is below it. Cover and Thomas,
-    Elements of Information Theory, 2nd edition, section 4.2. Raises ValueError for a negative context_len.
+    It is the expected loss of the best model, in nats per token. With context_len 2 or more it is the entropy rate of
+    the text: no model's expected loss is below it. seed: the seed of the text. Cover and Thomas, Elements of
+    Information Theory, 2nd edition, section 4.2. Raises ValueError for a negative context_len.
     """
     if context_len < 0:
         raise ValueError(f"context_len={context_len}: a model sees 0 or more previous tokens")
@@ -27,7 +31,7 @@ def entropy_rate(seed: int = 0, context_len: int = 2) -> float:
 
 
 def stationary_pair_distribution(transitions: np.ndarray) -> np.ndarray:
-    """Return how often each pair (a, b) of consecutive symbols occurs in an endless text, (32, 32) float64.
+    """Return the probability of each pair (a, b) of consecutive symbols in an endless text, (32, 32) float64.
 
     transitions: P(next = c | previous two = a, b) as [a, b, c], (32, 32, 32). Uses power iteration.
     """

@@ -18,13 +18,13 @@ def generate(
     generator: torch.Generator | None = None,
     context_len: int | None = None,
 ) -> Tensor:
-    """Return `tokens` (b, s) int64 followed by `num_tokens` sampled tokens: (b, s + num_tokens).
+    """Sample `num_tokens` tokens after the prompt `tokens`, (b, s) int64; return both, (b, s + num_tokens).
 
     temperature: divides the logits; 0 always takes the most likely token.
-    top_k: sample from the k most likely tokens only.
+    top_k: sample from the k most likely tokens only; None: from all.
     generator: source of the random numbers; the same state gives the same text.
     context_len: number of last tokens that the model sees; None for `max_seq_len`. A model is best at the length it was
-        trained on, and nothing is cached, so each token costs one forward of this length.
+    trained on, and nothing is cached, so each token costs one forward of this length.
     Raises ValueError for an empty prompt or an argument out of range. The model is left in the mode it was in.
     """
     context_len = model.config.max_seq_len if context_len is None else context_len

@@ -28,11 +28,11 @@ _KEY = "time"
 
 
 class TimeAccounts:
-    """The time accounts of one run, kept by rank 0: the seconds charged to each cause that the module's docstring
-    lists.
+    """The wall time of a run by cause, in seconds: useful steps, saving, evaluation, lost steps, ...
 
-    clock: returns the Unix time in seconds. seconds: by account. charged_until_s: the Unix time up to which all time is
-    charged. step: the number of completed steps, which the caller sets.
+    The module's docstring lists the causes (accounts). Rank 0 keeps this object. clock: returns the Unix time in
+    seconds. seconds: by account. charged_until_s: the Unix time up to which all time is charged. step: the number of
+    completed steps, which the caller sets.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -42,32 +42,34 @@ class TimeAccounts:
         self.charged_until_s = clock()
 
     def charge(self, account: str, until_s: float | None = None) -> None:
-        """Charge the time since the last charge to `account`, up to the Unix time `until_s`, or up to now if it is
-        None."""
+        """Add the time since the last charge to an account, one of the causes of time such as "saving".
+
+        until_s: the Unix time up to which to charge; None for now.
+        """
         until_s = self._clock() if until_s is None else until_s
         self.seconds[account] += until_s - self.charged_until_s
         self.charged_until_s = until_s
 
     def now(self) -> float:
-        """Return the Unix time."""
+        """Return the Unix time in seconds, by the clock of this object."""
         return self._clock()
 
     @property
     def wall_s(self) -> float:
-        """The charged time in seconds, of all attempts."""
+        """The wall time in seconds charged to all accounts together, in all attempts of the run."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """The useful part of the charged time, from 0 to 1."""
+        """The fraction of the charged time that went into useful steps, from 0 to 1."""
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else 0.0
 
-    def continue_from(self, rows: Sequence[dict[str, Any]], step: int, gap: str = "between attempts") -> None:
-        """Continue the accounts of earlier attempts of the run. Call it before the first charge.
+    def continue_from(self, rows: Sequence[dict[str, Any]], step: int, gap_account: str = "between attempts") -> None:
+        """Add the seconds that earlier attempts of the run have charged. Call it before the first charge.
 
         rows: the rows of metrics.jsonl that the previous attempt has left. step: the step from which this attempt
-        resumes. Useful time charged after that step becomes time of lost steps. gap: the account of the time since the
-        last row.
+        resumes; the useful time of later steps becomes time of lost steps. gap_account: the account of the time since
+        the last row.
         """
         rows = [row for row in rows if _KEY in row]
         if not rows:
@@ -79,10 +81,11 @@ class TimeAccounts:
         self.seconds.update(last["lost"])
         self.seconds[USEFUL] = kept
         self.seconds["lost steps"] += last["useful_s"] - kept
-        self.seconds[gap] += self.charged_until_s - last["at"]
+        self.seconds[gap_account] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return entries for a row of metrics.jsonl: "goodput", a fraction, and "time", the accounts in seconds."""
+        """Return the entries for a metrics.jsonl row: "goodput", a fraction, and "time", the seconds of each
+        account."""
         lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
         useful_s = self.seconds[USEFUL]
         return {
@@ -91,7 +94,7 @@ class TimeAccounts:
         }
 
     def describe(self) -> str:
-        """Return a line with the goodput, and the lost time by cause, the largest first."""
+        """Return a line of text with the goodput, and the lost seconds by cause, the largest first."""
         lost = [(seconds, name) for name, seconds in self.seconds.items() if name != USEFUL]
         parts = [f"{name} {seconds:.1f} s" for seconds, name in sorted(lost, reverse=True) if seconds >= 0.05]
         useful_s = self.seconds[USEFUL]
@@ -100,7 +103,10 @@ class TimeAccounts:
 
 
 def has_valid_accounts(row: dict[str, Any]) -> bool:
-    """Return whether a row of metrics.jsonl has no time accounts, or accounts as `TimeAccounts.as_row` writes them."""
+    """Return whether the time accounts of a metrics.jsonl row have the form of `TimeAccounts.as_row`.
+
+    A row without time accounts is valid.
+    """
     if _KEY not in row:
         return True
     accounts = row[_KEY]

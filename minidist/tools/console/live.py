@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.console.lines import MB, PlainView, format_final_losses, format_grad_norm, format_loss
 from minidist.train.agree import StepResult
 
@@ -19,7 +19,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 class _StopLine:
     """The last line of the view: how to stop the run, or that it is stopping. Each refresh evaluates it again."""
 
-    def __init__(self, stop: StopRequest | None):
+    def __init__(self, stop: StopSignalRecorder | None):
         self._stop = stop
 
     def __rich__(self) -> Text:
@@ -31,10 +31,11 @@ class _StopLine:
 
 
 class LiveView(PlainView):
-    """Displays a run on a terminal: progress, metrics and ranks are redrawn in place, notes scroll above them.
+    """Displays the progress of a run on a terminal: metrics are redrawn in place, notes scroll above them.
 
-    header: lines that describe the run, printed first. steps: the number of steps of the run. start: the steps already
-    done when a run resumes. console: None for standard output. stop: shows whether a signal has asked the run to stop.
+    header: lines that describe the run, printed first. steps: the number of steps of the run. start: the number of
+    steps already done when a run resumes. console: rich's console; None for standard output. stop: tells whether a
+    signal has asked the run to stop.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LiveView(PlainView):
         steps: int,
         start: int = 0,
         console: Console | None = None,
-        stop: StopRequest | None = None,
+        stop: StopSignalRecorder | None = None,
     ):
         self._stop = _StopLine(stop)
         self.console = console or Console()
@@ -75,12 +76,12 @@ class LiveView(PlainView):
         self._live.update(self._draw())
 
     def show_metrics(self, row: dict, ranks: list[dict]) -> None:
-        """Update the metrics, and the table with step time, bytes sent and memory of each rank."""
+        """Update the metrics of the last step, and the table with step time, bytes sent and memory of each rank."""
         self._row, self._lanes = row, ranks
         self._live.update(self._draw())
 
     def show_held_out_loss(self, step: int, loss: float) -> None:
-        """Update the loss on held-out text, in nats per token, and the step after which it was measured."""
+        """Update the displayed loss on held-out text, in nats per token, measured after step `step`."""
         self._held_out = (step, loss)
         self._live.update(self._draw())
 
@@ -90,9 +91,12 @@ class LiveView(PlainView):
         self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
         self.console.rule(style="dim")
 
-    def show_end(self, held_out: float, baselines: dict[str, float]) -> None:
-        """Print the final held-out loss beside the baselines, losses by name in nats per token."""
-        self.print_note(format_final_losses(held_out, baselines))
+    def show_final_losses(self, held_out_loss: float, baselines: dict[str, float]) -> None:
+        """Print the held-out loss at the end of the run, and the losses to compare it with.
+
+        held_out_loss, baselines (by name, such as "bigram"): in nats per token.
+        """
+        self.print_note(format_final_losses(held_out_loss, baselines))
 
     def print_note(self, line: str) -> None:
         """Print a line of text above the part of the view that is redrawn."""
@@ -100,7 +104,7 @@ class LiveView(PlainView):
         self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
-        """Draw the view for the last time, without the line about Ctrl-C; from now on it is not redrawn."""
+        """Redraw the view for the last time, without the line about Ctrl-C."""
         self._over = True
         self._live.update(self._draw())
         self._live.stop()
@@ -145,7 +149,7 @@ class LiveView(PlainView):
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Return a plot of `values` as a row of at most `width` block characters, each the mean of adjacent values."""
+    """Return a one-line plot of `values` of at most `width` block characters, each the mean of neighbouring values."""
     if not values:
         return ""
     size = -(-len(values) // width)

@@ -6,10 +6,10 @@ _LABEL_HEIGHT = 0.055  # of the axes
 
 
 def draw_loss(rows: list[dict], baselines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Plot training and held-out loss over steps, with horizontal baselines; return the points drawn.
+    """Plot training and held-out loss over steps into an image file, with a horizontal line per baseline.
 
     rows: the rows of metrics.jsonl. baselines: losses in nats per token, by name. path: the image file to write.
-    Returns (step, loss) points by curve.
+    Returns the plotted points (step, loss) of each curve, by the curve's name.
     """
     from matplotlib.figure import Figure  # not pyplot, which would change a notebook's backend
 
@@ -37,7 +37,11 @@ def draw_loss(rows: list[dict], baselines: dict[str, float], path: Path) -> dict
 
 
 def place_baseline_labels(baselines: dict[str, float], low: float, high: float) -> list[float]:
-    """Return the height (0 to 1 of the axes) of each baseline's label, in the order of `baselines`, without overlap."""
+    """Return a height for the label of each baseline, so that labels do not overlap, in the order of `baselines`.
+
+    baselines: losses by name. low, high: the losses at the bottom and the top of the axes. Heights are fractions of the
+    axes, from the bottom.
+    """
     heights = {name: (value - low) / (high - low) for name, value in baselines.items()}
     below = float("-inf")
     for name in sorted(heights, key=heights.get):

@@ -44,10 +44,11 @@ def mfu(flops_per_token: float, tokens_per_s: float, num_gpus: int, gpu_peak_flo
 
 
 class PeakMemory:
-    """Measures the peak memory of this rank between two reads, in bytes.
+    """Measures the peak memory of this rank, in bytes, between two calls of `read_and_reset`.
 
     On CUDA it is the peak of torch's allocator, on the CPU the peak of the process's resident memory. Where the system
-    cannot reset the latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
+    cannot reset the peak of resident memory (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the
+    process started.
     """
 
     def __init__(self, device: torch.device):
@@ -55,7 +56,7 @@ class PeakMemory:
         self._reset()
 
     def read_and_reset(self) -> int:
-        """Return the peak in bytes since the last call, or since construction, and start a new interval."""
+        """Return the peak memory in bytes since the last call, or since construction; then reset the peak."""
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _peak_resident()
         self._reset()
         return peak
@@ -79,7 +80,7 @@ def _peak_resident() -> int:
 
 
 class StepMetrics:
-    """Computes the rows of metrics.jsonl, each from the steps since the last row. Every rank has a `StepMetrics`."""
+    """Measures the steps of a run on one rank, and computes the rows of metrics.jsonl with the other ranks."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -88,8 +89,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def measure_step(self) -> Iterator[None]:
-        """Return a context manager to run one step in; it counts the bytes that this rank sends and the seconds it
-        waits."""
+        """Return a context manager around one step, which counts the bytes this rank sends and the seconds it waits."""
         meter = self._trainer.groups.meter
         before, waited_s = meter.total_wire_bytes, meter.waited_s
         yield
@@ -99,10 +99,10 @@ class StepMetrics:
     def add_step(self, result: StepResult) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """Collective: add the step just done; if a row of metrics is due, return it and each rank's metrics, else None.
 
-        A row is due every `train.log_every` steps, and after the first and the last. Step time (seconds) and time
-        waited are means of the steps since the last row. A step is as slow as its slowest rank, and the rank that uses
-        the most memory must still fit, so the row has the largest value of all ranks. The second result has, by rank,
-        step_time_s, comm_bytes (sent in the last step), memory (peak bytes) and waited_s.
+        A row is due every `train.log_every` steps, and after the first and the last. Its step time (seconds), memory
+        (peak bytes) and comm_bytes (sent by one rank in the last step) are the largest values of all ranks. Step time
+        and waited time are means over the steps since the last row. The second result is a list of dicts, by rank:
+        step_time_s, comm_bytes, memory and waited_s. With asynchronous workers both are of this rank alone.
         """
         trainer, step = self._trainer, self._trainer.progress.step
         config, train, scaler = trainer.config, trainer.config.train, trainer.engine.scaler
@@ -116,7 +116,10 @@ class StepMetrics:
         }
         steps, waited_s = self._steps, self._waited_s / self._steps
         self._steps, self._seconds, self._waited_s = 0, 0.0, 0.0
-        ranks = trainer.all_gather_object(mine | {"waited_s": waited_s})
+        mine_and_wait = mine | {"waited_s": waited_s}
+        # Asynchronous workers must not wait for each other here: the row is that of this rank.
+        asynchronous = config.consistency.is_asynchronous
+        ranks = [mine_and_wait] if asynchronous else trainer.all_gather_object(mine_and_wait)
         row = {"step": step, "tokens": trainer.progress.consumed_samples * config.data.seq_len}
         row["loss"] = None if result.loss is None or not math.isfinite(result.loss) else result.loss
         row["grad_norm"] = result.grad_norm if result.is_finite else None

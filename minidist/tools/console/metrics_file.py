@@ -13,12 +13,12 @@ from minidist.train.run_folder import describe_last_checkpoint
 
 
 class MetricsFile:
-    """Writer of metrics.jsonl: one JSON object per line (a row), appended and flushed. It also writes config.toml.
+    """Writes metrics.jsonl of a run: one JSON object (a row) per line, appended and flushed; also config.toml.
 
-    {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log step,
-    {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that resumes at
-    step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later ones. Lines
-    that are no rows of this trainer stay in the file as they are.
+    It writes {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log
+    step, {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that
+    resumes at step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later
+    ones. Lines that are no rows of this trainer stay in the file as they are.
     rows: the rows of the file. earlier_rows: all rows that the previous attempt has left, also those that are dropped.
     Raises RunError if the file cannot be read or the folder is not writable.
     """
@@ -34,7 +34,7 @@ class MetricsFile:
         self.rows = [row for _, row in kept if row is not None]
 
     def write_row(self, row: dict) -> None:
-        """Append one line. Raises RunError if the file cannot be written."""
+        """Append `row` to the file as a line of JSON. Raises RunError if the file cannot be written."""
         self.rows.append(row)
         with convert_write_errors(self.path.parent), self.path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
@@ -45,8 +45,10 @@ def _is_kept(row: dict, start: int) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics file; lines of other programs, and a last line that a crash has truncated, are
-    skipped."""
+    """Return the rows of a metrics.jsonl; [] if there is no such file.
+
+    Lines of other programs, and a last line that a crash has truncated, are skipped.
+    """
     return [row for _, row in _read_lines(path) if row is not None]
 
 
@@ -78,7 +80,7 @@ def _parse_row(line: bytes) -> dict | None:
 
 @contextlib.contextmanager
 def convert_write_errors(folder: Path) -> Iterator[None]:
-    """Return a context manager that turns an OSError inside it into a RunError about the run folder `folder`."""
+    """Return a context manager that turns an OSError into a RunError: "the run folder `folder` cannot be written"."""
     try:
         yield
     except OSError as error:

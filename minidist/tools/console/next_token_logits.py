@@ -14,8 +14,8 @@ from minidist.train.engine import Engine
 def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
     """Collective: compute the logits (b, vocab) of the token that follows `tokens`, (b, s) int64.
 
-    All ranks must call it with the same tokens; all get the same logits. Each rank of a context-parallel group runs the
-    whole sequence, which grows by one token at a time.
+    engine: its model computes them. All ranks must call it with the same tokens; all get the same logits. Each rank of
+    a context-parallel group runs the whole sequence, which grows by one token at a time.
     """
     parallel, groups = engine.parallel, engine.groups
     model, pipeline, tp = parallel.model, parallel.pipeline, groups.mesh.tp

@@ -14,9 +14,9 @@ _CHUNK = 1 << 22  # tokens counted at once, so that memory does not grow with th
 
 
 def ngram_losses(corpus: Corpus, k: float = K) -> dict[str, float]:
-    """Fit a unigram and a bigram model to the training split; return their losses on the held-out split.
+    """Fit a unigram and a bigram model to a corpus's training split; return their losses on its held-out split.
 
-    Return {"unigram": ..., "bigram": ...}, in nats per token. k: added to every count, to smooth the probabilities.
+    Returns {"unigram": ..., "bigram": ...}, in nats per token. k: added to every count, to smooth the probabilities.
     """
     return {
         "unigram": unigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
@@ -27,8 +27,8 @@ def ngram_losses(corpus: Corpus, k: float = K) -> dict[str, float]:
 def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
     """Fit a unigram model to `train`; return its mean cross-entropy over held_out[1:], in nats per token.
 
-    train, held_out: token ids, (tokens,). k: added to every token's count. The first token is left out in both models:
-    a bigram model cannot predict it.
+    train, held_out: token ids, (tokens,). k: added to every token's count. The first token is left out, because a
+    bigram model cannot predict it.
     """
     seen, scored = _counts(train, vocab_size), _counts(held_out[1:], vocab_size)
     return _loss(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
@@ -49,9 +49,9 @@ def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: flo
 
 
 def count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Count the pairs (a, b): return sorted codes a * vocab_size + b and the count of each, two (pairs,) int64.
+    """Count the pairs (a, b) of consecutive tokens; return codes a * vocab_size + b, ascending, and the count of each.
 
-    Raises ValueError for fewer than two tokens.
+    Both results are (distinct pairs,) int64. Raises ValueError for fewer than two tokens.
     """
     if tokens.size < 2:
         raise ValueError(f"{tokens.size} tokens contain no pair: at least 2 are needed")

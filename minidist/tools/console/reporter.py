@@ -4,6 +4,7 @@ a sample of the model's text and the n-gram baselines."""
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ _PROMPT_TOKENS = 48
 
 
 class RunReporter(Observer):
-    """Displays a run on the console of rank 0, and writes metrics.jsonl and loss.png into the run folder.
+    """Observer that displays a run on the console of rank 0, and writes metrics.jsonl and loss.png into the run folder.
 
     The other ranks send their metrics to rank 0 and take part in sampling, for which a sharded model needs all ranks.
     clock: returns the Unix time in seconds.
@@ -49,28 +50,30 @@ class RunReporter(Observer):
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
             starting, gap = "resuming" if step else "starting", "between attempts"
-            if is_after_recovery(trainer):
+            if _is_after_recovery(trainer):
                 starting = gap = "live recovery"
             self._accounts.continue_from(self._file.earlier_rows, step, gap)
-            self._view = create_view(trainer)
-            for warning in find_run_warnings(trainer):
+            self._view = _create_view(trainer)
+            for warning in _find_run_warnings(trainer):
                 self._view.print_note(warning)
             self._accounts.charge(starting)
-            self._file.write_row(describe_start(trainer) | self._accounts.as_row())
+            self._file.write_row(make_start_row(trainer) | self._accounts.as_row())
 
     def before_step(self, trainer: Trainer) -> None:
-        """Charge the time since the last charge to saving."""
+        """Count the time since the last step as time for saving checkpoints (see `TimeAccounts`)."""
         self._accounts.charge("saving")  # nothing else happens between two steps, but for evaluations
 
     @contextlib.contextmanager
     def step_context(self, trainer: Trainer) -> Iterator[None]:
-        """Return a context manager that measures the step: the bytes sent, the time waited and the time at its end."""
+        """Return a context manager around one step, which measures the bytes sent, the time waited and the step's
+        end."""
         with self._metrics.measure_step():
             yield
         self._step_end_s = self._accounts.now()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Collective: if a row of metrics is due, gather it from all ranks; rank 0 displays and writes it."""
+        """Collective: if a row of metrics is due after this step, collect it from all ranks; rank 0 prints and writes
+        it."""
         step, accounts = trainer.progress.step, self._accounts
         accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
         accounts.charge("saving")
@@ -95,7 +98,7 @@ class RunReporter(Observer):
         self._straggler = rank
 
     def on_evaluation(self, step: int, loss: float) -> None:
-        """Display the held-out loss, in nats per token, and write it to metrics.jsonl, on rank 0."""
+        """On rank 0, display the held-out loss, in nats per token, and write it to metrics.jsonl."""
         self._accounts.charge("evaluation")
         if self._view:
             self._view.show_held_out_loss(step, loss)
@@ -103,8 +106,10 @@ class RunReporter(Observer):
         self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:
-        """Print the checkpoint's folder, and write its step and the useful time up to that step to metrics.jsonl, on
-        rank 0."""
+        """On rank 0, print the folder of the complete checkpoint and write a row with its step to metrics.jsonl.
+
+        The row also has the useful time (see `TimeAccounts`) up to that step, in seconds.
+        """
         self.on_note(f"checkpoint: {path}")
         step = parse_step(path)
         useful_s = self._useful_s.pop(step, self._accounts.seconds[USEFUL])
@@ -112,30 +117,37 @@ class RunReporter(Observer):
             self._file.write_row({"saved_step": step, "useful_s": useful_s} | self._accounts.as_row())
 
     def on_note(self, line: str) -> None:
-        """Print the line, on rank 0."""
+        """On rank 0, print the line of text."""
         if self._view:
             self._view.print_note(line)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Collective: sample text; on rank 0 also draw loss.png, add baselines and goodput to `summary`, and print the
-        results.
+        """Collective: sample text from the model; rank 0 prints the final losses and the goodput, and writes loss.png.
 
-        A run that a signal has stopped prints how to resume it instead of a sample and losses.
+        Rank 0 also adds the losses of n-gram models, the goodput and, of asynchronous workers, the number of updates of
+        each staleness to `summary`. If a signal has stopped the run, rank 0 prints how to resume the run instead of a
+        sample and losses.
         """
         stopped, corpus = summary["stopped"], trainer.corpus
         prompt = corpus.held_out[:_PROMPT_TOKENS]
         sample = None if stopped else sample_text(trainer.engine, trainer.config, prompt)  # all ranks call it
+        staleness = _count_staleness(trainer)
         if trainer.world.rank:
             return
         baselines = {} if stopped else ngram_losses(corpus)
         summary |= baselines
+        if staleness:
+            summary["staleness"] = staleness
         if trainer.config.data.path is None and trainer.config.data.source == "synthetic":
             baselines["best possible"] = entropy_rate()
         self._accounts.charge("reporting")
-        self._file.write_row({"end": summary["step"]} | self._accounts.as_row())
+        row = {"end": summary["step"], "staleness": staleness} if staleness else {"end": summary["step"]}
+        self._file.write_row(row | self._accounts.as_row())
         summary["goodput"] = self._accounts.goodput
         self._view.close()
         self._view.print_note(self._accounts.describe())
+        if staleness:
+            self._view.print_note(_describe_staleness(staleness))
         with convert_write_errors(trainer.folder):
             draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
         if stopped:
@@ -147,30 +159,47 @@ class RunReporter(Observer):
             return
         if sample is not None:
             self._view.show_sample(*sample)
-        self._view.show_end(summary["held_out_loss"], baselines)
+        self._view.show_final_losses(summary["held_out_loss"], baselines)
         self._view.print_note(f"run folder: {trainer.folder}")
 
     def close(self) -> None:
-        """End the display, on rank 0."""
+        """Stop the display, on rank 0."""
         if self._view:
             self._view.close()
 
 
+def _count_staleness(trainer: Trainer) -> dict[int, int]:
+    """Collective: return how many updates of this process had each staleness; {} unless workers are asynchronous."""
+    worker = trainer.engine.worker
+    if worker is None:
+        return {}
+    counts = Counter(worker.server.staleness if worker.server else ())
+    return dict(sorted(sum(map(Counter, trainer.all_gather_object(dict(counts))), Counter()).items()))
+
+
+def _describe_staleness(counts: dict[int, int]) -> str:
+    total = sum(counts.values())
+    mean = sum(value * count for value, count in counts.items()) / total
+    shares = ", ".join(f"{value}: {count / total:.1%}" for value, count in list(counts.items())[:12])
+    more = ", ..." if len(counts) > 12 else ""
+    return f"staleness, in updates between pull and push: mean {mean:.2f}, largest {max(counts)}; {shares}{more}"
+
+
 def open_metrics_file(trainer: Trainer) -> MetricsFile:
-    """Open the metrics file of a new or resumed run."""
+    """Open metrics.jsonl in the run folder; a resumed run keeps the rows up to the step from which it resumes."""
     step, source = trainer.reported_steps, trainer.resumed_from
     return MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
 
 
-def describe_start(trainer: Trainer) -> dict[str, Any]:
-    """Return the row of metrics.jsonl that describes the start of a run."""
+def make_start_row(trainer: Trainer) -> dict[str, Any]:
+    """Return the row of metrics.jsonl for the start of a run: completed steps, corpus and number of ranks."""
     corpus, step = trainer.corpus, trainer.reported_steps
     return {"start": step, "corpus": corpus.fingerprint, "ranks": trainer.world.size, "text": corpus.describe()}
 
 
-def find_run_warnings(trainer: Trainer) -> list[str]:
+def _find_run_warnings(trainer: Trainer) -> list[str]:
     """Return the warnings about a run's configuration and, if it was resumed, about its learning rate."""
-    if is_after_recovery(trainer):
+    if _is_after_recovery(trainer):
         return []
     found, path = find_warnings(trainer.config, trainer.mesh), trainer.resumed_from
     if path is not None:
@@ -180,13 +209,12 @@ def find_run_warnings(trainer: Trainer) -> list[str]:
     return found
 
 
-def is_after_recovery(trainer: Trainer) -> bool:
-    """Return whether this trainer continues a run after a live recovery, in which dead ranks were replaced or left
-    out."""
+def _is_after_recovery(trainer: Trainer) -> bool:
+    """Whether this trainer continues a run after a live recovery, in which dead ranks were replaced or left out."""
     return trainer.recovery is not None and trainer.recovery.is_after_failure
 
 
-def create_view(trainer: Trainer) -> PlainView:
+def _create_view(trainer: Trainer) -> PlainView:
     """Create the display of a run: a `LiveView` if standard output is a terminal, else a `PlainView`.
 
     After a live recovery the display continues in the same output, so the lines that describe the run are not repeated.
@@ -204,7 +232,7 @@ def create_view(trainer: Trainer) -> PlainView:
     ]
     if step:
         header.append(f"going on after step {step}")
-    if is_after_recovery(trainer):
+    if _is_after_recovery(trainer):
         header = []
     if sys.stdout.isatty():
         from minidist.tools.console.live import LiveView  # here: it imports rich

@@ -27,7 +27,7 @@ class SampleOptions:
 
 
 def sample(options: SampleOptions) -> str:
-    """Load a model from a checkpoint and return the prompt followed by the generated text.
+    """Load a model from a checkpoint and return the prompt followed by the text that the model generates.
 
     Raises UserError for an unusable checkpoint or option.
     """

@@ -21,9 +21,9 @@ from minidist.train.engine import Engine
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:
-    """Load the full model of the checkpoint in folder `path` on the CPU, and the configuration of its run.
+    """Load the full, unsharded model of a checkpoint on the CPU; return it and the configuration of its run.
 
-    Raises UserError if the checkpoint is damaged.
+    path: the folder of the checkpoint. Raises UserError if the checkpoint is damaged.
     """
     config = parse_checkpoint_config(checkpoint.read_index(path))
     model = Transformer(config.model)
@@ -35,8 +35,8 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
     return model, config
 
 
-class ShardedModel:
-    """Lets `generate` use the sharded model of an engine. Collective: all ranks must call `generate` together."""
+class _ShardedModel:
+    """The sharded model of an engine, in the form that `generate` needs. All ranks must call `generate` together."""
 
     def __init__(self, engine: Engine):
         self.config, self._model = engine.model.config, engine.model
@@ -61,7 +61,7 @@ class ShardedModel:
 
 
 def continue_text(
-    model: Transformer | ShardedModel,
+    model: Transformer | _ShardedModel,
     prompt: bytes,
     config: Config,
     *,
@@ -70,11 +70,11 @@ def continue_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> tuple[str, str]:
-    """Return the prompt and the model's continuation, as text. Each byte of `prompt` is a token.
+    """Let a model continue a prompt; return the prompt and the continuation, as text. Each byte of `prompt` is a token.
 
     config: the configuration of the run. tokens: the number of tokens to generate; None for
-    `config.train.sample_tokens`. temperature, top_k: as in `generate`. seed: the seed of the random numbers. Collective
-    if `model` is a `ShardedModel`.
+    `config.train.sample_tokens`. temperature: divides the logits; 0 always takes the most likely token. top_k: sample
+    from the k most likely tokens only. seed: the seed of the random numbers. Collective if the model is sharded.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -93,14 +93,15 @@ def continue_text(
 
 
 def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
-    """Collective: return the prompt (bytes) and the model's continuation as text; None if `train.sample_tokens` is 0.
+    """Collective: let the engine's model continue a prompt; return the prompt and the continuation as text.
 
-    If every rank has the full model, only rank 0 generates and the other ranks return None.
+    prompt: bytes, as token ids. Returns None if `train.sample_tokens` is 0. If every rank has the full model, only rank
+    0 generates and the other ranks return None.
     """
     replicated = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
     if not config.train.sample_tokens or (replicated and engine.groups.world.rank > 0):
         return None
-    return continue_text(engine.model if replicated else ShardedModel(engine), bytes(prompt.tolist()), config)
+    return continue_text(engine.model if replicated else _ShardedModel(engine), bytes(prompt.tolist()), config)
 
 
 def decode_printable(data: bytes) -> str:

@@ -8,7 +8,7 @@ MIN_STEPS = 5  # a pause in a single step makes no straggler
 
 
 class Straggler(NamedTuple):
-    """A rank that others wait for.
+    """A rank that is slower than the others, which wait for it in collectives.
 
     excess_s: seconds per step by which the median of the other ranks waits longer than this rank: about the time that
     each step would gain if the rank were as fast as they are.
@@ -19,10 +19,10 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(waited_s: Sequence[float], step_time_s: float, threshold: float) -> Straggler | None:
-    """Return the rank that waits least, if its excess is more than `threshold` times the step time; else None.
+    """Return the slowest rank, the rank that waits least, if its excess is more than `threshold` times the step time.
 
-    waited_s: by rank, the seconds per step that the rank waited for communication. step_time_s: seconds per step of the
-    slowest rank. threshold: a fraction; 0 turns the detection off.
+    Returns None if there is no such rank. waited_s: by rank, the seconds per step that the rank waited for
+    communication. step_time_s: seconds per step of the slowest rank. threshold: a fraction; 0 turns the detection off.
     """
     if len(waited_s) < 2 or not threshold:
         return None

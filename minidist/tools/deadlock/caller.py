@@ -18,10 +18,10 @@ def _internal_folders() -> tuple[str, ...]:
 
 
 def find_user_code_line(frame: FrameType | None = None) -> str:
-    """Return the line of the user's program that is running now, as "file:line".
+    """Return the line of the user's program that a thread is running, as "file:line".
 
-    The line is that of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch. frame: the
-    innermost frame of the thread in question; None: the frame of the caller.
+    This is the line of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch. frame: the
+    innermost frame of the thread; None: of the calling thread.
     """
     frame, internal = frame or sys._getframe(1), _internal_folders()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):

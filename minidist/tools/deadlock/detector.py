@@ -29,7 +29,13 @@ _JOIN_S = 1.0
 
 
 class Status(Protocol):
-    """The interface through which detection reads one rank's status, implemented by `Snapshot` and `RankFacts`."""
+    """The status of one rank, as deadlock detection reads it. `Snapshot` and `RankFacts` have these attributes.
+
+    state: "running", "waiting", ... (see `Snapshot`). wait_channel, wait_seq: the channel and the sequence number of
+    the operation that the rank waits for; wait_operation: its name, shape and dtype as text; wait_location: the
+    "file:line" of the call. progress_by_channel: the operations that the rank has launched on each channel. A channel
+    is an ordered sequence of operations, such as all collectives of a group.
+    """
 
     state: str
     wait_channel: Channel | None
@@ -39,11 +45,14 @@ class Status(Protocol):
     progress_by_channel: Mapping[Channel, ChannelProgress]
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return which operations the rank has launched on `channel`; None if it has not used the channel."""
+        """Return how many and which operations the rank has launched on `channel`; None for an unused channel."""
 
 
-class Wait(NamedTuple):
-    """Operation `seq` of a channel, which ranks wait for. rank: for a send or receive, the waiting rank; else None."""
+class AwaitedOperation(NamedTuple):
+    """The operation that a rank waits for: number `seq` on `channel`, an ordered sequence of operations of a group.
+
+    rank: for a send or receive, the waiting rank; for a collective, None.
+    """
 
     channel: Channel
     seq: int
@@ -52,7 +61,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The finding that some ranks can never proceed, and the explanation.
+    """A finding of deadlock detection: some ranks can never proceed.
 
     kind: "deadlock"; "mismatch" if two ranks launched different operations; "hang" if a killed rank does not end.
     ranks: the global ranks that are stuck or hang, or the two ranks whose operations differ. text: the explanation for
@@ -69,11 +78,12 @@ class Verdict:
 
 
 def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
-    """Return the deadlock or mismatch that the status of the ranks shows; None if every rank may still proceed.
+    """Return the deadlock or mismatch of operations that the status of the ranks shows; None if there is none.
 
-    snapshots: by global rank, for each rank whose status was equal in two consecutive readings. All first readings must
-    precede all second readings, so that all ranks were in these states at one time. A missing rank counts as running.
-    The running time is linear in the number of ranks and of distinct operations that they wait for.
+    snapshots: by global rank, the status of each rank whose status was equal in two consecutive readings. The first
+    reading of every rank must precede the second reading of every rank, so that all ranks were in these states at one
+    time. A rank without a snapshot counts as running. The running time is linear in the number of ranks and of
+    operations that they wait for.
     """
     if verdict := find_operation_mismatch(snapshots):
         return verdict
@@ -82,7 +92,7 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
     stuck = {rank for wait, ranks in ranks_by_wait.items() if missing[wait] for rank in ranks}
     # Free the ranks whose missing ranks can all still launch their part, then those that waited for a freed rank, ...
     blocking = {wait: [m for m in ranks if _blocks(m, wait, stuck, snapshots)] for wait, ranks in missing.items()}
-    waits_for: dict[int, list[Wait]] = {}
+    waits_for: dict[int, list[AwaitedOperation]] = {}
     for wait, ranks in blocking.items():
         for rank in ranks:
             waits_for.setdefault(rank, []).append(wait)
@@ -105,12 +115,13 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
     return _deadlock_verdict(sorted(stuck), stuck_waits, ranks_by_wait, snapshots)
 
 
-def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, list[int]]]:
-    """Return the running ranks that others wait for, as {awaited rank: {operation it has not launched: waiting ranks}}.
+def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[AwaitedOperation, list[int]]]:
+    """Return the running ranks that other ranks wait for, as {running rank: {operation: ranks that wait in it}}.
 
-    snapshots: by global rank; a rank without a snapshot counts as running.
+    The operations are those that the running rank has not launched. snapshots: the status of each rank, by global rank;
+    a rank without a snapshot counts as running.
     """
-    awaited: dict[int, dict[Wait, list[int]]] = {}
+    awaited: dict[int, dict[AwaitedOperation, list[int]]] = {}
     for wait, ranks in _group_by_wait(snapshots).items():
         for rank in _missing(wait, snapshots):
             if rank not in snapshots or snapshots[rank].state in ("idle", "running"):
@@ -119,11 +130,12 @@ def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, 
 
 
 def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
-    """Find two ranks that launched different operations under the same sequence number of a channel.
+    """Return a verdict on two ranks that launched different operations where they must be the same; None if none did.
 
-    Return None if there are no such ranks. Each waiting rank is compared with the other ranks of the channel on which
-    it waits, and each rank that has ended with the other ranks of every channel that it has used. Two running ranks are
-    not compared. snapshots: by global rank.
+    Two operations of the same number on one channel (an ordered sequence of operations of a group) must have the same
+    name, dtype and, except for all_to_all, number of elements. Each waiting rank is compared with the other ranks of
+    the channel on which it waits, and each ended rank with the other ranks of all its channels. Two running ranks are
+    not compared. snapshots: the status of each rank, by global rank.
     """
     first_ranks: dict[Channel, dict[int, dict[int, int]]] = {}
     for rank, snapshot in sorted(snapshots.items()):
@@ -134,7 +146,7 @@ def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
             if own is None:
                 continue
             if channel.peer is not None:
-                peers = _first_rank_by_crc([channel.peer], matching_channel(rank, channel), snapshots)
+                peers = _first_rank_by_crc([channel.peer], _matching_channel(rank, channel), snapshots)
             elif channel in first_ranks:
                 peers = first_ranks[channel]
             else:
@@ -152,10 +164,9 @@ def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
 
 
 class ReportDelay:
-    """Holds a deadlock verdict back while any rank is still running, for at most a second.
+    """Delays the report of a deadlock while any rank is still running, for at most a second.
 
-    The detector may find a deadlock just before another rank joins it. With the delay, the report includes that rank
-    whether it joined before or after the first finding.
+    Such a rank may be about to join the deadlock. With the delay the report names that rank, too.
     """
 
     def __init__(self):
@@ -164,11 +175,11 @@ class ReportDelay:
     def release_if_due(
         self, verdict: Verdict | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
     ) -> Verdict | None:
-        """Return `verdict` if it may be reported now, else None. Call this method after every reading.
+        """Return `verdict` if it is to be reported now, else None. Call this after every reading of the ranks' status.
 
-        Verdicts of other kinds than "deadlock" are returned at once. snapshots: the snapshots from which the verdict
-        follows, by rank. all_ranks: the ranks of the run; a rank without a snapshot counts as running. now_s: the time
-        in seconds, from `time.monotonic`.
+        A verdict that is not a "deadlock" is returned at once. snapshots: the status by rank from which the verdict
+        follows. all_ranks: the ranks of the run; a rank without a snapshot counts as running. now_s:
+        `time.monotonic()`.
         """
         if verdict is None or verdict.kind != "deadlock":
             self._first_found_s = None
@@ -181,9 +192,9 @@ class ReportDelay:
 
 
 class DeadlockDetector:
-    """Detects a deadlock from repeated readings of the status of all ranks.
+    """Detects a deadlock from repeated readings of the status of all ranks: call `update` with each reading.
 
-    interval_s: the least time in seconds between two readings, which the caller keeps: `seconds_until_next_reading`.
+    interval_s: the least time in seconds between two readings; the caller waits `seconds_until_next_reading`.
     """
 
     def __init__(self, interval_s: float = 0.06):
@@ -193,13 +204,13 @@ class DeadlockDetector:
         self._report_delay = ReportDelay()
 
     def seconds_until_next_reading(self, now_s: float) -> float:
-        """Return how many seconds to wait before the next call of `update`. now_s: the time from `time.monotonic`."""
+        """Return how many seconds after `now_s` the next call of `update` is due; 0.0 if it is due now."""
         return max(0.0, self._last_reading_s + self.interval_s - now_s)
 
     def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
-        """Compare this reading of all ranks with the previous one; return the verdict if one is to be reported now.
+        """Compare this reading of all ranks with the previous one; return a deadlock or mismatch to report, or None.
 
-        snapshots: by rank, read at `now_s` (seconds of `time.monotonic`); None for a rank whose status could not be
+        snapshots: by rank, the status read at `now_s` (`time.monotonic()`); None for a rank whose status could not be
         read.
         """
         same = {rank: s for rank, s in snapshots.items() if s is not None and self._previous.get(rank) == s}
@@ -207,21 +218,21 @@ class DeadlockDetector:
         return self._report_delay.release_if_due(detect_deadlock(same), same, snapshots, now_s)
 
 
-def _group_by_wait(snapshots: Mapping[int, Status]) -> dict[Wait, list[int]]:
+def _group_by_wait(snapshots: Mapping[int, Status]) -> dict[AwaitedOperation, list[int]]:
     """Return the ranks that wait for each operation, both in ascending order."""
-    ranks_by_wait: dict[Wait, list[int]] = {}
+    ranks_by_wait: dict[AwaitedOperation, list[int]] = {}
     for rank, snapshot in sorted(snapshots.items()):
         if snapshot.state in BLOCKED and snapshot.wait_channel is not None:
             own = None if snapshot.wait_channel.peer is None else rank
-            ranks_by_wait.setdefault(Wait(snapshot.wait_channel, snapshot.wait_seq, own), []).append(rank)
+            ranks_by_wait.setdefault(AwaitedOperation(snapshot.wait_channel, snapshot.wait_seq, own), []).append(rank)
     return ranks_by_wait
 
 
-def _missing(wait: Wait, snapshots: Mapping[int, Status]) -> list[int]:
+def _missing(wait: AwaitedOperation, snapshots: Mapping[int, Status]) -> list[int]:
     """Return the ranks that, by their status, have not reached their part of the operation."""
     channel = wait.channel
     if channel.peer is not None:
-        matching = matching_channel(wait.rank, channel)
+        matching = _matching_channel(wait.rank, channel)
         return [] if _has_reached(channel.peer, matching, wait.seq, snapshots) else [channel.peer]
     return [rank for rank in channel.ranks if not _has_reached(rank, channel, wait.seq, snapshots)]
 
@@ -236,18 +247,18 @@ def _has_reached(rank: int, channel: Channel, seq: int, snapshots: Mapping[int, 
     return (snapshots[rank].wait_channel, snapshots[rank].wait_seq) == (channel, seq)
 
 
-def _blocks(rank: int, wait: Wait, stuck: set[int], snapshots: Mapping[int, Status]) -> bool:
+def _blocks(rank: int, wait: AwaitedOperation, stuck: set[int], snapshots: Mapping[int, Status]) -> bool:
     """Return whether the operation is lost if `rank`, which is missing in it, has ended or stays stuck."""
     if rank not in snapshots:
         return False
     if snapshots[rank].state == "pending":  # its program runs, and may still launch what it has not launched
-        channel = wait.channel if wait.channel.peer is None else matching_channel(wait.rank, wait.channel)
+        channel = wait.channel if wait.channel.peer is None else _matching_channel(wait.rank, wait.channel)
         progress = snapshots[rank].progress_on(channel)
         return rank in stuck and progress is not None and progress.num_launched >= wait.seq
     return rank in stuck or snapshots[rank].state in ENDED
 
 
-def matching_channel(rank: int, channel: Channel) -> Channel:
+def _matching_channel(rank: int, channel: Channel) -> Channel:
     """Return the channel on which other ranks launch the counterparts of `rank`'s operations on `channel`.
 
     For a collective it is the same channel; for a send, the peer's recv channel from `rank`; for a recv, the reverse.
@@ -275,7 +286,7 @@ def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
 
 
 def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, snapshots: Mapping[int, Status]) -> Verdict:
-    pair = sorted([(rank, channel), (other, matching_channel(rank, channel))])
+    pair = sorted([(rank, channel), (other, _matching_channel(rank, channel))])
     (low, channel), (high, _) = pair
     members = (
         f"of {format_group(channel)}"
@@ -302,8 +313,8 @@ def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, snapsho
 
 def _deadlock_verdict(
     stuck: list[int],
-    stuck_waits: Mapping[Wait, list[int]],
-    ranks_by_wait: Mapping[Wait, list[int]],
+    stuck_waits: Mapping[AwaitedOperation, list[int]],
+    ranks_by_wait: Mapping[AwaitedOperation, list[int]],
     snapshots: Mapping[int, Status],
 ) -> Verdict:
     involved = sorted({*stuck, *(m for ranks in stuck_waits.values() for m in ranks)})
@@ -315,7 +326,9 @@ def _deadlock_verdict(
 
 
 def _reason(
-    stuck_waits: Mapping[Wait, list[int]], ranks_by_wait: Mapping[Wait, list[int]], snapshots: Mapping[int, Status]
+    stuck_waits: Mapping[AwaitedOperation, list[int]],
+    ranks_by_wait: Mapping[AwaitedOperation, list[int]],
+    snapshots: Mapping[int, Status],
 ) -> list[str]:
     """Explain the deadlock: a rank ended without launching its part, or ranks wait for each other in a cycle."""
     for wait, ranks in stuck_waits.items():

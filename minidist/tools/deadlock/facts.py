@@ -26,7 +26,7 @@ _KEPT = 4
 
 
 class ProcessLocation(NamedTuple):
-    """Where a rank runs: the index of its machine (node), and its process id on that machine."""
+    """Where the process of a rank runs: the index of its machine (`node`) and its process id there."""
 
     node: int
     pid: int
@@ -34,11 +34,12 @@ class ProcessLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The status of one rank without texts; detection reads it like a `Snapshot`.
+    """The status of one rank in short, with hashes instead of texts, as ranks exchange it for deadlock detection.
 
-    request: number of the leader's latest request (`leader.py`) that the rank has answered. version, state, wait_seq,
-    wait_channel: as in `Snapshot`. text_hash: equal for ranks that wait in the same operation, on tensors of one shape,
-    at the same line.
+    request: number of the leader's request (see `Leader`) that the rank has answered last. version, state, wait_seq,
+    wait_channel: as in `Snapshot`. location: machine and process id. text_hash: equal for ranks that wait in the same
+    operation, on tensors of one shape, at the same line. wait_operation, wait_location: texts, filled in only for a
+    report.
     """
 
     request: int
@@ -54,18 +55,22 @@ class RankFacts:
 
     @property
     def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
-        """Always empty, because the facts contain no names of channels; use `progress_on`."""
+        """Always empty, because the facts contain only hashes of the channels; use `progress_on`."""
         return {}
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return how many operations the rank has launched on `channel`, and their crcs; None for an unused channel."""
+        """Return how many operations the rank has launched on `channel` and the crcs of the last four; None if unused.
+
+        A channel is an ordered sequence of operations, such as all collectives of a group.
+        """
         return self._progress.get(_hash_channel(channel))
 
 
 def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) -> bytes:
-    """Return the facts (`RankFacts`) in a rank's status as bytes.
+    """Encode the part of a rank's status that deadlock detection needs as bytes, for `decode_facts`.
 
-    request: number of the leader's latest request that they answer.
+    snapshot: the rank's status. location: machine and process id. request: number of the leader's latest request (see
+    `Leader`), which these facts answer.
     """
     channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
     name = b"" if channel is None else format_channel(channel).encode()
@@ -83,7 +88,7 @@ def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) ->
 
 
 def decode_facts(data: bytes) -> RankFacts:
-    """Return the `RankFacts` that `encode_facts` has encoded as `data`."""
+    """Return the status of a rank, as `RankFacts`, from the bytes that `encode_facts` made."""
     request, version, node, pid = _HEAD.unpack_from(data)
     return RankFacts(request, version, ProcessLocation(node, pid), *_decode_state(data[_HEAD.size :]))
 

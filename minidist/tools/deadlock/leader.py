@@ -5,7 +5,7 @@ A rank's facts (`RankFacts`) are the part of its status that detection needs; ea
 Ranks and leader exchange one record, which every waiting rank reads about once a second or more often:
 
 * the leader suspects a deadlock from facts that may be out of date, and makes a request with the next number;
-* every waiting rank posts its facts again with that number, and the few ranks named in `pages` their status pages;
+* every waiting rank posts its facts again with that number, and the few ranks in `ranks_to_post_page` their pages;
 * a status that is the same in both readings was true when the request was made; the verdict uses only such statuses.
 
 A running rank that others have waited for is asked for the line that it runs, and the ranks of its machine for the
@@ -19,10 +19,10 @@ from typing import NamedTuple
 from minidist.tools.deadlock.detector import (
     BLOCKED,
     ENDED,
+    AwaitedOperation,
     ReportDelay,
     Status,
     Verdict,
-    Wait,
     detect_deadlock,
     find_awaited_ranks,
 )
@@ -46,45 +46,47 @@ CHANGES = "changes"  # counts the posts of all ranks
 
 
 class WatchRecord(NamedTuple):
-    """The record in the store through which the leader sends requests and questions to all ranks.
+    """The record in the store through which the leader (see `Leader`) asks all ranks for their status.
 
-    leader: the leader's rank, None if there is none. beat: a number that grows while the leader lives. request: number
-    of the latest request. pages: the ranks that answer the request with their status page, too. question: number of the
-    latest question. asked: the ranks that the question is about; killed: the ranks that the ranks of their machine
-    kill; both as (rank, machine, process id).
+    leader: the leader's rank, None if there is none. heartbeat: a number that grows while the leader lives.
+    request: number of the latest request, which every waiting rank answers with its `RankFacts`. ranks_to_post_page:
+    the ranks that answer with their whole status page, too.
+    question: number of the latest question, which asks what `asked_ranks` are doing. ranks_to_kill: hung ranks. Both
+    lists have (rank, machine, process id): the other ranks of that machine look at the process, or kill it.
     """
 
     leader: int | None = None
-    beat: int = 0
+    heartbeat: int = 0
     request: int = 0
-    pages: tuple = ()
+    ranks_to_post_page: tuple = ()
     question: int = 0
-    asked: tuple = ()
-    killed: tuple = ()
+    asked_ranks: tuple = ()
+    ranks_to_kill: tuple = ()
 
     def to_text(self) -> str:
-        """Return the record as text for the store."""
+        """Return the record as JSON text for the store."""
         return json.dumps(self)
 
     @classmethod
     def from_text(cls, text: bytes | str) -> "WatchRecord":
-        """Return the record that `to_text` has converted to `text`."""
+        """Return the record from the text that `to_text` made."""
         return cls(*json.loads(text))
 
 
 class Leader:
-    """Finds deadlocks and hung ranks; exists on one rank at a time.
+    """Reads the status of all ranks from the store, and detects deadlocks and hung ranks. One waiting rank is leader.
 
-    rank: this rank. size: the number of ranks. store: as for `Watchdog`. hang_limit_s: a rank that others have waited
-    for this many seconds is killed. notes: lines of text about hung ranks, which the caller reads and clears.
+    rank: this rank. size: the number of ranks. store: torch's store, used by no other thread. hang_limit_s: a running
+    rank that others have awaited for this many seconds is killed. notes: lines of text about hung ranks, which the
+    caller prints and clears.
     """
 
     def __init__(self, rank: int, size: int, store, hang_limit_s: float):
         self._rank, self._size, self._store, self._hang_limit_s = rank, size, store, hang_limit_s
-        self._keys = [status_key(r) for r in range(size)]
+        self._keys = [facts_key(r) for r in range(size)]
         self._facts: dict[int, RankFacts] = {}
         self._suspicion: Verdict | None = None
-        self._awaited: dict[int, dict[Wait, list[int]]] = {}
+        self._awaited: dict[int, dict[AwaitedOperation, list[int]]] = {}
         self._seen_changes = -1
         self._suspected: Verdict | None = None
         self._versions: dict[int, int] = {}  # of the suspected ranks, when the request was made
@@ -95,15 +97,15 @@ class Leader:
         self.notes: list[str] = []
 
     def poll(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        """Take one polling step: read the posted facts that have changed, and look for deadlocks and hung ranks.
+        """Read the `RankFacts` that changed in the store; return the new record, and a verdict if the run is stuck.
 
-        Return the record that the caller should write to the store, and the verdict to report: None until a deadlock or
-        mismatch is confirmed, or a killed rank does not end. record: the store's present record. now_s: the time in
-        seconds, from `time.monotonic`.
+        The caller writes the record, with requests to the ranks, to the store. The verdict is None until a deadlock or
+        mismatch is confirmed, or a killed rank does not end. record: the record that is in the store. now_s:
+        `time.monotonic()`.
         """
-        record = record._replace(beat=record.beat + 1)
+        record = record._replace(heartbeat=record.heartbeat + 1)
         changes = self._store.add(CHANGES, 0)
-        ranks = range(self._size) if changes != self._seen_changes else [rank for rank, *_ in record.asked]
+        ranks = range(self._size) if changes != self._seen_changes else [rank for rank, *_ in record.asked_ranks]
         if not self._facts and not self._store.check(self._keys):  # a rank has not posted yet
             return record, None
         data = self._store.multi_get([self._keys[rank] for rank in ranks]) if ranks else []
@@ -127,7 +129,7 @@ class Leader:
             involved = {*suspected.ranks, *suspected.involved_ranks}
             self._versions = {r: f.version for r, f in self._facts.items() if f.state in BLOCKED}
             pages = self._choose_pages(suspected, involved)
-            return record._replace(request=record.request + 1, pages=tuple(pages)), None
+            return record._replace(request=record.request + 1, ranks_to_post_page=tuple(pages)), None
         confirmed = {
             rank: facts
             for rank, facts in self._facts.items()
@@ -156,8 +158,12 @@ class Leader:
 
     def _with_texts(self, confirmed: dict[int, RankFacts], verdict: Verdict, record: WatchRecord) -> dict[int, Status]:
         """Return the facts with texts from the status pages that the ranks have posted."""
-        ranks = [rank for rank in record.pages if rank in confirmed and self._store.check([page_key(rank)])]
-        pages = self._store.multi_get([page_key(rank) for rank in ranks]) if ranks else []
+        ranks = [
+            rank
+            for rank in record.ranks_to_post_page
+            if rank in confirmed and self._store.check([status_page_key(rank)])
+        ]
+        pages = self._store.multi_get([status_page_key(rank) for rank in ranks]) if ranks else []
         snapshots = {rank: StatusPage.read_snapshot(bytes(page)) for rank, page in zip(ranks, pages, strict=True)}
         if verdict.kind == "mismatch":
             return confirmed | snapshots
@@ -170,20 +176,22 @@ class Leader:
         }
 
     def _watch_hangs(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        waited_s = self._hangs.update(self._awaited, now_s)
+        waited_s = self._hangs.seconds_awaited(self._awaited, now_s)
         self._noted = {(rank, what) for rank, what in self._noted if rank in waited_s}
         self._killed_s = {rank: since_s for rank, since_s in self._killed_s.items() if rank in waited_s}
         suspects = sorted(rank for rank, seconds in waited_s.items() if seconds >= ASK_S)[:_MAX_ASKED]
         if not suspects:
-            return record._replace(asked=(), killed=()), None
-        for rank, *_ in record.asked:
+            return record._replace(asked_ranks=(), ranks_to_kill=()), None
+        for rank, *_ in record.asked_ranks:
             if rank in suspects:
                 self._note_hang(rank, record.question, waited_s[rank])
         if now_s >= self._next_question_s:
-            self._question_interval_s = min(2 * self._question_interval_s, _MAX_INTERVAL_S) if record.asked else ASK_S
+            self._question_interval_s = (
+                min(2 * self._question_interval_s, _MAX_INTERVAL_S) if record.asked_ranks else ASK_S
+            )
             self._next_question_s = now_s + self._question_interval_s
             asked = tuple((rank, *self._facts[rank].location) for rank in suspects)
-            record = record._replace(question=record.question + 1, asked=asked)
+            record = record._replace(question=record.question + 1, asked_ranks=asked)
         too_long = [rank for rank in suspects if waited_s[rank] >= self._hang_limit_s]
         for rank in too_long:
             wait = describe_wait(waited_s[rank], waiting_ranks(self._awaited[rank]))
@@ -192,16 +200,16 @@ class Leader:
                 self.notes.append(f"rank {rank} is killed: {wait}")
             elif now_s - self._killed_s[rank] >= _KILL_S:
                 return record, Verdict("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
-        return record._replace(killed=tuple((rank, *self._facts[rank].location) for rank in too_long)), None
+        return record._replace(ranks_to_kill=tuple((rank, *self._facts[rank].location) for rank in too_long)), None
 
     def _note_hang(self, rank: int, question: int, waited_s: float) -> None:
         """Note what a rank does that others wait for: at once if it is stopped, else after NOTICE_S; once for each."""
         answers = {}
-        for key in (process_key(rank), line_key(rank)):
+        for key in (process_state_key(rank), main_thread_line_key(rank)):
             if self._store.check([key]):
                 number, _, text = bytes(self._store.get(key)).decode().partition(" ")
                 answers[key] = text if int(number) >= question - 1 else None
-        process, line = answers.get(process_key(rank)), answers.get(line_key(rank))
+        process, line = answers.get(process_state_key(rank)), answers.get(main_thread_line_key(rank))
         is_stopped = process == STOPPED
         if (rank, is_stopped) in self._noted or not (is_stopped or waited_s >= NOTICE_S):
             return
@@ -209,21 +217,21 @@ class Leader:
         self.notes.append(describe_hang(rank, process, line, waited_s, waiting_ranks(self._awaited[rank])))
 
 
-def status_key(rank: int) -> str:
-    """Return the store's key under which a rank posts its facts."""
+def facts_key(rank: int) -> str:
+    """Return the store key under which a rank posts its `RankFacts`, the short form of its status."""
     return f"status/{rank}"
 
 
-def page_key(rank: int) -> str:
-    """Return the store's key of a rank's status page, which the rank writes on request."""
+def status_page_key(rank: int) -> str:
+    """Return the store key under which a rank posts its whole status page when the leader requests the page."""
     return f"page/{rank}"
 
 
-def process_key(rank: int) -> str:
-    """Return the store's key of the state of a rank's process, which the ranks of its machine write on request."""
+def process_state_key(rank: int) -> str:
+    """Return the store key of the state of a rank's process, posted on request by another rank of the same machine."""
     return f"process/{rank}"
 
 
-def line_key(rank: int) -> str:
-    """Return the store's key of the line that a rank's main thread runs, which the rank writes on request."""
+def main_thread_line_key(rank: int) -> str:
+    """Return the store key of the "file:line" that a rank's main thread runs, posted on request by the rank."""
     return f"line/{rank}"

@@ -22,10 +22,11 @@ _TRANSFERS = ("send", "recv")
 
 
 def find_nccl_violations(logs_by_rank: Mapping[int, Log], node_by_rank: Mapping[int, int] | None = None) -> list[str]:
-    """Check a run against the NCCL rules in this module's docstring; return one line of text for each violation.
+    """Return a line of text for each way in which a run could hang or fail with NCCL; [] if NCCL could run it.
 
-    logs_by_rank: by global rank, the records of its `Meter`, in the order of launch. node_by_rank: by global rank, the
-    index of the machine on which it runs; None: all ranks run on one machine.
+    Checks that the run would end if every operation blocked those launched after it, and that no two ranks of a machine
+    share a CUDA device (details: module docstring). logs_by_rank: by global rank, the records of its `Meter`, in the
+    order of launch. node_by_rank: by global rank, the index of its machine; None: all on one machine.
     """
     return _check_order(logs_by_rank) + _check_devices(logs_by_rank, node_by_rank or dict.fromkeys(logs_by_rank, 0))
 

@@ -43,11 +43,11 @@ _PENDING_VERSION = 1 << 62  # versions of a rank that runs while an operation is
 
 
 class ChannelProgress(NamedTuple):
-    """How many operations a rank has launched on one channel, and the last four of them.
+    """The operations that a rank has launched on one channel: an ordered sequence, such as all collectives of a group.
 
-    recent_operations: oldest first, each as (crc, description). The crc covers the channel's operations up to this one,
-    so equal crcs on two ranks mean that both have launched the same sequence. num_pending: how many of the launched
-    operations the GPU has not completed; 0 on the CPU, where a rank that waits is itself visible.
+    num_launched: how many. recent_operations: the last four, oldest first, each as (crc, description). The crc covers
+    all operations of the channel up to this one, so equal crcs on two ranks mean equal sequences. num_pending: how many
+    of the launched operations the GPU has not completed; 0 on the CPU.
     """
 
     num_launched: int
@@ -57,12 +57,13 @@ class ChannelProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a status page. Two equal snapshots mean that nothing happened between them.
+    """The status of one rank at one moment, read from its `StatusPage`. Nothing happened between two equal snapshots.
 
-    version: counts the writes. state: one of STATES, or "died", which the reader sets for a killed rank; "pending" is a
-    rank that runs while the GPU has not completed an operation. The fields `wait_...` describe the operation for which
-    the rank waits or last waited, or the oldest pending one: its sequence number on `wait_channel` (0 before the first
-    wait); its name, shape and dtype as text; and the "file:line" of the call.
+    version: grows with every change of the status. state: "idle" (starting), "running", "waiting" (for an operation),
+    "returned", "failed", "pending" (running, but the GPU has not completed an operation), or "died", which a reader
+    sets. The wait_ fields describe one operation: in state "pending" the oldest pending one, else the one that the
+    rank waits for or last waited for. wait_seq: its sequence number on its channel (`wait_channel`), or 0 if there was
+    none yet. wait_operation: its name, shape and dtype as text. wait_location: the "file:line" of the call.
     """
 
     version: int
@@ -76,16 +77,19 @@ class Snapshot:
     # Most readings are only compared with the one before: the channels are parsed on first use.
     @cached_property
     def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
-        """How many operations the rank has launched, and the last four of them, for each channel that it has used."""
+        """The operations that the rank has launched, by channel (an ordered sequence of operations of a group)."""
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return how many operations the rank launched on `channel`, and the last four; None for an unused channel."""
+        """Return how many and which operations the rank has launched on `channel`; None for an unused channel."""
         return self.progress_by_channel.get(channel)
 
     @cached_property
     def wait_channel(self) -> Channel | None:
-        """The channel of the latest wait; None before the first wait, or if the page had no room for the channel."""
+        """The channel of the operation that the rank waits for or last waited for.
+
+        None before the first wait, or if the status page had no room for the channel.
+        """
         channels = list(self.progress_by_channel)
         return channels[self._entry] if self.wait_operation and self._entry < len(channels) else None
 
@@ -108,9 +112,10 @@ class _PendingOperation(NamedTuple):
 
 
 class StatusPage(OperationTracker):
-    """The status of this rank, in memory that another process can read; only this process writes it.
+    """The status of this rank (what it waits for, what it has launched) in memory that other processes can read.
 
-    buffer: PAGE_BYTES of zeroed writable memory, shared with the reader; None: private memory.
+    Only this process writes it: the collectives call `on_launch`, `on_wait` and `on_resume`. buffer: PAGE_BYTES of
+    zeroed writable memory, shared with the reader; None: private memory.
     """
 
     def __init__(self, buffer=None):
@@ -123,14 +128,17 @@ class StatusPage(OperationTracker):
         self._num_completed = 0
 
     def track_pending_operations(self) -> None:
-        """From now on, keep each operation of `on_pending` until `poll_pending_operations` finds it completed."""
+        """From now on, record operations that the GPU has not completed, as `on_pending` reports them.
+
+        Deadlock detection on GPUs needs them, because there a wait does not block the program.
+        """
         self._pending = deque()
 
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
-        """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
+        """Record that this rank launches an operation; return the operation's sequence number on `channel`: 1, 2, ...
 
-        name: the operation's name; shape, dtype: those of its tensor. Ranks that launch different operations under one
-        number are reported as a mismatch.
+        channel: an ordered sequence of operations, such as all collectives of a group. name: the operation's name.
+        shape, dtype: of its tensor. Ranks that launch different operations under one number are reported as a mismatch.
         """
         known = self._channels.get(channel) or self._add(channel)
         text, signature = self._signature(channel.kind, name, shape, dtype)
@@ -148,10 +156,10 @@ class StatusPage(OperationTracker):
     def on_wait(
         self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, location: str | None = None
     ) -> None:
-        """Record that this rank blocks from now on until operation `seq` of the channel has completed; return at once.
+        """Record that this rank now begins to wait until operation `seq` of `channel` has completed; return at once.
 
-        name, shape, dtype: as in `on_launch`. location: "file:line" of the call; None: the line of the user's program
-        that is running (`find_user_code_line`).
+        name, shape, dtype: of the operation, as in `on_launch`. location: "file:line" of the call; None: the line of
+        the user's program that is running.
         """
         known = self._channels.get(channel) or self._add(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
@@ -163,16 +171,17 @@ class StatusPage(OperationTracker):
         self._end_write()
 
     def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
-        """Record that the wait has returned although `work`, torch's handle, may be pending on the GPU.
+        """Record that operation `seq` of `channel` may still run on the GPU, although the wait for it has returned.
 
-        Without `track_pending_operations` this does nothing. Other arguments as in `on_wait`.
+        Does nothing before `track_pending_operations`. work: torch's handle of the operation. name, shape, dtype: as in
+        `on_launch`. `poll_pending_and_get_version` forgets the operation once it has completed.
         """
         if self._pending is not None and self._channels[channel][0] >= 0:
             text, _ = self._signature(channel.kind, name, shape, dtype)
             self._pending.append(_PendingOperation(channel, seq, text, self._location, work))
 
     def on_resume(self) -> None:
-        """Record that the wait has ended and this rank is running."""
+        """Record that this rank is running: its wait has ended, or its function starts."""
         self._set_state("running")
 
     def record_end(self, state: str) -> None:
@@ -180,7 +189,7 @@ class StatusPage(OperationTracker):
         self._set_state(state)
 
     def reset_channels(self) -> None:
-        """Remove all channels and the latest wait, so that the operations of new groups are numbered from 1."""
+        """Forget all launched operations and the latest wait: the next operation of every channel has number 1."""
         self._begin_write()
         end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
         self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
@@ -189,7 +198,11 @@ class StatusPage(OperationTracker):
         self._channels.clear()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the present status of this rank, with its oldest pending operation; None while it is being written."""
+        """Return the present status of this rank; None while another thread of this process is writing it.
+
+        A running rank with operations that the GPU has not completed has the state "pending" and describes the oldest
+        one.
+        """
         snapshot = StatusPage.read_snapshot(self._page)
         pending = [operation for operation in self._pending or () if not operation.is_completed()]
         if snapshot is None or not pending or snapshot.state not in ("running", "waiting"):
@@ -211,16 +224,16 @@ class StatusPage(OperationTracker):
         return StatusPage.read_snapshot(page)
 
     def to_bytes(self) -> bytes:
-        """Return the status as bytes, which another process can pass to `read_snapshot`."""
+        """Return the present status of this rank as bytes, which another process can pass to `read_snapshot`."""
         while (snapshot := self.take_snapshot()) is None:  # this rank is writing, in another thread
             time.sleep(1e-3)
         return snapshot._page
 
     @staticmethod
     def read_snapshot(buffer) -> Snapshot | None:
-        """Return the status in `buffer`: a page in shared memory or the bytes of `to_bytes`.
+        """Read a rank's status from `buffer`: its status page in shared memory, or the bytes of `to_bytes`.
 
-        Returns None if the rank was writing during the call: then read again.
+        Returns None if the rank was writing at that moment: then read again.
         """
         page = memoryview(buffer)
         (before,) = _VERSION.unpack_from(page)
@@ -233,14 +246,15 @@ class StatusPage(OperationTracker):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank waits for an operation, or the latest poll found an operation pending on the GPU."""
+        """Whether this rank waits for an operation, or had an operation pending on the GPU at the latest poll."""
         state = STATES[self._page[_STATE_AT]]
         return state == "waiting" or (bool(self._pending) and state == "running")
 
-    def poll_pending_operations(self) -> int:
-        """Forget the pending operations that the GPU has completed; return the version of the status.
+    def poll_pending_and_get_version(self) -> int:
+        """Forget operations that the GPU has completed since the last call; return the version of the rank's status.
 
-        The number changes whenever the status does, as `Snapshot.version` does, also if only an operation completed.
+        The version is a number that changes whenever the status changes, also when only a pending operation has
+        completed.
         """
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
@@ -316,9 +330,10 @@ def _decode_text(padded: bytes) -> str:
 
 
 def format_channel(channel: Channel) -> str:
-    """Return the channel as text: "collective|0-6:2||0|grads" for ranks 0, 2, 4, 6.
+    """Return a channel (an ordered sequence of operations of a group) as text, for `parse_channel`.
 
-    With a range, large groups fit, too.
+    For instance "collective|0-6:2||0|grads" for the collectives of group "grads" of ranks 0, 2, 4, 6: evenly spaced
+    ranks are written as a range, so that large groups fit into a status page.
     """
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -330,9 +345,9 @@ def format_channel(channel: Channel) -> str:
 
 @lru_cache(4096)
 def parse_channel(name: str) -> Channel:
-    """Return the channel, one ordered sequence of operations, from the text that `format_channel` made of it.
+    """Return the channel (an ordered sequence of operations of a group) from the text that `format_channel` made.
 
-    Results are cached: equal texts give the identical object, which dictionaries compare fast.
+    Results are cached: equal texts give the identical object.
     """
     kind, listed, peer, tag, group_name = name.split("|", 4)
     if ":" in listed:

@@ -10,9 +10,9 @@ _MAX_LINES = 6
 
 
 def describe_ranks(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
-    """Return one line of text for each distinct status, naming the ranks that share it; at most seven lines.
+    """Return the status of ranks as lines of text; ranks of equal status share a line. At most seven lines.
 
-    snapshots: by global rank; None for a rank whose status could not be read.
+    snapshots: the status of each rank, by global rank; None for a rank whose status could not be read.
     """
     same: dict[str, list[int]] = {}
     for rank, snapshot in sorted(snapshots.items()):
@@ -24,7 +24,10 @@ def describe_ranks(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
 
 
 def describe_rank(snapshot: Snapshot | None) -> str:
-    """Return one rank's status as text, such as "waiting in barrier #3 of 'grads' (ranks 0-3) at train.py:7"."""
+    """Return one rank's status as text, such as "waiting in barrier #3 of 'grads' (ranks 0-3) at train.py:7".
+
+    A rank without a readable snapshot (None) is described as "starting".
+    """
     if snapshot is None or snapshot.state == "idle":
         return "starting"
     if snapshot.state not in ("waiting", "pending"):
@@ -42,11 +45,11 @@ def describe_rank(snapshot: Snapshot | None) -> str:
 
 
 def shorten_location(location: str) -> str:
-    """Shorten the path in a "file:line" to its last two parts: "minidist/train.py:7"."""
+    """Return a "file:line" with the last two parts of its path only: "minidist/train.py:7"."""
     parts = location.rsplit("/", 2)
     return "/".join(parts[-2:])
 
 
 def format_group(channel: Channel) -> str:
-    """Return the name and ranks of the group that a channel belongs to as text: `'grads' (ranks 0-3)`."""
+    """Return the name and the ranks of the channel's process group as text: "'grads' (ranks 0-3)"."""
     return f"'{channel.group_name}' ({format_ranks(channel.ranks)})"

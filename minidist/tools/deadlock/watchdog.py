@@ -20,10 +20,10 @@ from minidist.tools.deadlock.leader import (
     CHANGES,
     Leader,
     WatchRecord,
-    line_key,
-    page_key,
-    process_key,
-    status_key,
+    facts_key,
+    main_thread_line_key,
+    process_state_key,
+    status_page_key,
 )
 from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.deadlock.status_report import describe_ranks
@@ -37,11 +37,12 @@ _RECORD = "record"
 
 
 class WatchParticipant:
-    """One rank's part in the exchange of facts, without a thread: call `tick` every TICK_S seconds.
+    """One rank's part in the deadlock detection through torch's store. It has no thread: call `tick` every TICK_S.
 
-    Facts (`RankFacts`) are a rank's status in short. Arguments as for `Watchdog`, but `hang_limit_s` is not None.
-    period_s: seconds between two readings of the store.
-    notes: lines of text about ranks that keep others waiting, which the caller reads and clears.
+    While they wait for an operation, ranks post their status in short (`RankFacts`), and one of them, the leader, looks
+    for deadlocks and hung ranks. Arguments as for `Watchdog`, but `hang_limit_s` is not None.
+    Attributes: period_s, the seconds between two readings of the store (a tick between them does nothing); notes, lines
+    of text about ranks that keep others waiting, which the caller prints and clears.
     """
 
     def __init__(
@@ -63,14 +64,13 @@ class WatchParticipant:
         self.post()
 
     def tick(self, now_s: float) -> str | None:
-        """Post this rank's facts when it begins or ends a wait, and read the store if it is time.
+        """Do what is due at time `now_s` (`time.monotonic()`); return a report as text if the run can never proceed.
 
-        Return a report as text if the run can never proceed, else None. A rank that waits may also answer the leader's
-        requests, lead, and kill a hung rank of its machine.
-
-        now_s: the time in seconds, from `time.monotonic`.
+        Otherwise returns None. This posts the rank's `RankFacts` (its status in short) when the rank begins or ends a
+        wait, and reads the store if that is due. A rank that waits may answer the leader's requests or become the
+        leader. A rank of the machine of a hung rank may kill it.
         """
-        version = self._status.poll_pending_operations()
+        version = self._status.poll_pending_and_get_version()
         if version != self._version:
             self._version, self._since_s = version, now_s
             if self._has_posted_wait:  # what the others know is out of date
@@ -98,11 +98,14 @@ class WatchParticipant:
         return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Write this rank's facts (`RankFacts`) to the store. is_change: whether the leader must read all again."""
+        """Write this rank's status in short (`RankFacts`) to the store.
+
+        is_change: tell the leader that this status has changed, so that it reads the status of all ranks again.
+        """
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._location, self._answered)
-        self._store.set(status_key(self.rank), facts)
+        self._store.set(facts_key(self.rank), facts)
         if is_change:
             self._store.add(CHANGES, 1)
 
@@ -114,19 +117,19 @@ class WatchParticipant:
 
     def _answer(self, record: WatchRecord, is_blocked: bool) -> None:
         if record.request != self._answered and is_blocked:
-            if self.rank in record.pages:
-                self._store.set(page_key(self.rank), self._status.to_bytes())
+            if self.rank in record.ranks_to_post_page:
+                self._store.set(status_page_key(self.rank), self._status.to_bytes())
             self._answered = record.request
             self.post()
         if record.question != self._question:
             self._question = record.question
-            for rank, node, pid in record.asked:
+            for rank, node, pid in record.asked_ranks:
                 if rank == self.rank:
-                    self._store.set(line_key(rank), f"{record.question} {find_main_thread_line()}")
+                    self._store.set(main_thread_line_key(rank), f"{record.question} {find_main_thread_line()}")
                     self.post(is_change=False)
                 elif node == self._location.node and (state := describe_process(pid)):
-                    self._store.set(process_key(rank), f"{record.question} {state}")
-        for rank, node, pid in record.killed:
+                    self._store.set(process_state_key(rank), f"{record.question} {state}")
+        for rank, node, pid in record.ranks_to_kill:
             if node == self._location.node and rank not in self._killed:
                 self._killed.add(rank)
                 os.kill(pid, signal.SIGKILL)
@@ -138,7 +141,7 @@ class WatchParticipant:
             self.notes += self._leader.notes
             self._leader.notes.clear()
         elif record.leader is None or now_s - self._record_since_s > max(_LEADER_LOST_S, 3 * self.period_s):
-            new = record._replace(leader=self.rank, beat=record.beat + 1)
+            new = record._replace(leader=self.rank, heartbeat=record.heartbeat + 1)
         else:
             self._leader = None
             return None
@@ -154,15 +157,17 @@ class WatchParticipant:
 
 
 class Watchdog:
-    """A thread that detects deadlocks and hung ranks with the watchdogs of the other ranks, under torchrun.
+    """A thread of this rank that detects deadlocks and hung ranks, together with the watchdogs of all other ranks.
 
-    status: the status page of this rank. store: a connection to torch's store for this thread alone, because a blocking
-    call on a shared connection would block the rank as well. node: index of this machine. timeout_s: after that many
-    seconds in one wait, this rank is reported even if no deadlock is detected. hang_limit_s: a rank that runs, or is
-    stopped, while others wait for it for that many seconds is killed; None: nine tenths of timeout_s.
-    on_report: called once if the run can never proceed, with the report as text; None: print the report and end the
-    process with exit code 1.
-    on_note: called with each line of text about a rank that keeps others waiting; None: print it to stderr.
+    For ranks under torchrun, which no parent process watches. The constructor starts the thread.
+    rank, size: this rank and the number of ranks. status: the status page of this rank. store: a connection to torch's
+    store for this thread alone, because a blocking call on a shared connection would block the rank as well. node:
+    index of this machine. timeout_s: a wait of more seconds than this is reported even if no deadlock is detected.
+    hang_limit_s: a rank that other ranks have awaited for this many seconds, while it runs or is stopped, is killed;
+    None: nine tenths of timeout_s.
+    on_report: called once, in the thread, with the report as text if the run can never proceed; None: print the report
+    and end this process with exit code 1. on_note: called, in the thread, with each line of text about a rank that
+    keeps others waiting; None: print the line to stderr.
     """
 
     def __init__(
@@ -187,9 +192,10 @@ class Watchdog:
         self._thread.start()
 
     def wait_until_all_ranks_end(self) -> None:
-        """Collective: stop the thread, post the final status of this rank, and wait until all ranks have called this.
+        """Stop the thread, post this rank's final status, and wait until all ranks have called this method. Collective.
 
-        If this rank closed its connections at once, a rank that still waits for it would report a network error.
+        Waits at most `timeout_s`. If this rank closed its connections at once, a rank that still waits for it would
+        report a network error.
         """
         self.stop()
         self._participant.post()
@@ -199,7 +205,7 @@ class Watchdog:
             time.sleep(self._participant.period_s)
 
     def stop(self) -> None:
-        """Stop the thread; wait until it has ended."""
+        """Stop the watchdog thread and wait until it has ended."""
         self._stop.set()
         self._thread.join()
 

@@ -12,8 +12,11 @@ from minidist.tools.estimate.shapes import Dimensions
 
 
 class LocalTensor(NamedTuple):
-    """A saved tensor as one rank stores it. formula: its shape as a formula, such as "b s/cp h" (`shapes.Dimensions`);
-    shape: its local shape, in elements; dtype: a key of DTYPE_BYTES, such as "bfloat16"."""
+    """A tensor saved for backward, with the shape it has on one rank.
+
+    formula: the shape as a formula, such as "b s/cp h" (see `shapes.Dimensions`). shape: the local shape, in elements.
+    dtype: a key of DTYPE_BYTES, such as "bfloat16".
+    """
 
     name: str
     formula: str
@@ -22,12 +25,15 @@ class LocalTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size of the local tensor in bytes."""
+        """Return the size in bytes of the tensor on one rank."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def list_local_tensors(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> list[LocalTensor]:
-    """Compute the shape and dtype that each tensor has on one rank, for a micro-batch of `num_samples` samples."""
+    """Return these saved tensors with the shape and dtype that each has on one rank.
+
+    num_samples: the number of samples in the micro-batch.
+    """
     sizes, dtypes = (
         Dimensions.of_micro_batch(layout, num_samples),
         {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype},
@@ -36,12 +42,15 @@ def list_local_tensors(layout: Layout, tensors: Iterable[SavedTensor], num_sampl
 
 
 def local_tensor_bytes(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> int:
-    """The total bytes of these tensors on one rank, for a micro-batch of `num_samples` samples."""
+    """Return the bytes of these saved tensors together, on one rank, for a micro-batch of `num_samples` samples."""
     return sum(tensor.bytes for tensor in list_local_tensors(layout, tensors, num_samples))
 
 
 def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
-    """The tensors that the forward of one chunk saves for backward, the tables of the rotary embedding first."""
+    """Return the tensors that the forward of one model chunk saves for backward, on every rank of its pipeline stage.
+
+    The first are the cosine and sine tables of the rotary embedding.
+    """
     start = saved_tensors.rotary_tables(layout) + (
         saved_tensors.saved_by_embedding(layout) if chunk.has_embedding else []
     )
@@ -50,9 +59,12 @@ def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
 
 
 class MicroBatchActivationBytes(NamedTuple):
-    """Activation bytes of one micro-batch in one chunk. saved: kept from forward to backward; backward_peak: the peak
-    while backward runs, recomputed tensors included; for_weight_gradients: kept between the two actions of a split
-    backward, input gradients (B) and weight gradients (W)."""
+    """Bytes of the activations of one micro-batch in one model chunk, on one rank.
+
+    saved: bytes kept from forward to backward. backward_peak: the peak during backward, recomputed tensors included.
+    for_weight_gradients: bytes kept from the input gradient (B) to the weight gradient (W) of a split backward; 0 if
+    backward is not split.
+    """
 
     saved: int
     backward_peak: int
@@ -62,7 +74,7 @@ class MicroBatchActivationBytes(NamedTuple):
 def micro_batch_activation_bytes(
     layout: Layout, chunk: ModelChunk, num_samples: int, split_backward: bool
 ) -> MicroBatchActivationBytes:
-    """Activation bytes of a micro-batch of `num_samples` samples in one chunk, on one rank.
+    """Return the bytes of the activations of one micro-batch of `num_samples` samples in one model chunk, on one rank.
 
     split_backward: whether the pipeline schedule splits backward into input gradients (B) and, later, weight gradients
     (W).
@@ -70,7 +82,7 @@ def micro_batch_activation_bytes(
     Full recomputation restores one layer at a time in backward, while the inputs of the layers before it, and the
     tensors that the layers after it keep for their weight gradients, are live. The tensors of head and loss are freed
     by then. Core attention saves less than the feed-forward layer, which is freed before core attention is recomputed,
-    so selective recomputation has no peak of its own.
+    so selective recomputation does not raise the peak.
     """
     if num_samples == 0:
         return MicroBatchActivationBytes(0, 0, 0)  # the chunk does not run
@@ -93,22 +105,22 @@ def micro_batch_activation_bytes(
 
 
 class ActionActivationBytes(NamedTuple):
-    """The activation bytes on a pipeline stage during one action (F, B or W) of its schedule.
+    """The bytes of activations on a rank of a pipeline stage during one action (F, B or W) of its schedule.
 
-    model_chunk: the chunk that runs; micro_batch: the bytes of the action's micro-batch in that chunk; others: the
-    bytes of all other micro-batches in flight on the stage.
+    model_chunk: the chunk of the model that runs the action. micro_batch: the bytes of the action's micro-batch in that
+    chunk. other_micro_batches: the bytes of all other micro-batches in flight on the stage.
     """
 
     action: Action
     model_chunk: ModelChunk
     micro_batch: MicroBatchActivationBytes
-    others: int
+    other_micro_batches: int
 
 
 def walk_schedule_activations(
     layout: Layout, stage: int, micro_batch_sizes: Sequence[int]
 ) -> Iterator[ActionActivationBytes]:
-    """Yield the activation bytes during each action of a pipeline stage, in the order of its schedule.
+    """Yield the activation bytes during each action of a pipeline stage, in the order of the stage's schedule.
 
     micro_batch_sizes: the number of samples in each micro-batch.
     """
@@ -125,11 +137,12 @@ def walk_schedule_activations(
 
 
 def peak_activation_bytes(layout: Layout, stage: int, micro_batch_sizes: Sequence[int]) -> int:
-    """The peak bytes of live activations on a rank of a stage during a step.
+    """Return the peak bytes of live activations during a step, on a rank of pipeline stage `stage`.
 
-    micro_batch_sizes: the number of samples in each micro-batch. With a pipeline every chunk keeps each micro-batch
-    from its forward to its backward: for equal micro-batches, no split backward and no recomputation the peak is the
-    peak number of live micro-batches times the bytes of one. Without a pipeline one micro-batch is live at a time.
+    micro_batch_sizes: the number of samples in each micro-batch. With a pipeline every model chunk keeps each
+    micro-batch's activations from its forward to its backward: for equal micro-batches, no split backward and no
+    recomputation the peak is the peak number of live micro-batches times the bytes of one. Without a pipeline one
+    micro-batch is live at a time.
     """
     tables = local_tensor_bytes(layout, saved_tensors.rotary_tables(layout), 1)  # shared by all micro-batches
     if layout.schedule is None:

@@ -21,12 +21,12 @@ LARGEST_LAYER_GRADIENT = [SavedTensor("gradient of weight", "f/tp h")]
 
 
 class BackwardEvent(NamedTuple):
-    """The backward of one operation in a module (a layer, the head or the embedding).
+    """The backward of one operation in a module (a layer, the head or the embedding): a time at which memory can peak.
 
-    operation: its name. num_saved: how many of the module's saved tensors, counted from the first, are still live.
-    num_ready_gradients: how many of its parameters, counted from the last, have their gradients. temporaries: all other
-    live tensors; those named FOR_WEIGHT_GRADIENT are kept for the weight gradient (W) of a split backward and count as
-    activations.
+    operation: the operation's name. num_saved: how many of the module's saved tensors, counted from the first, are
+    still live. num_ready_gradients: how many of the module's parameters, counted from the last, have their gradients.
+    temporaries: all other live tensors; those named FOR_WEIGHT_GRADIENT are kept for the weight gradient (W) of a split
+    backward and count as activations.
     """
 
     operation: str
@@ -36,7 +36,7 @@ class BackwardEvent(NamedTuple):
 
 
 def layer_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
-    """The events in the backward of one layer, in order.
+    """Return the backward of each operation of one layer, in the order of execution.
 
     split_backward: whether weight gradients are computed later, so that the tensors they need stay live.
     """
@@ -101,7 +101,7 @@ def _core_gradients(layout: Layout) -> list[SavedTensor]:
 
 
 def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
-    """The temporary tensors at the peak of a layer's forward if the layer saves no tensors (full recomputation).
+    """Return the temporary tensors at the memory peak of a layer's forward that saves no tensors (full recomputation).
 
     The peak is in the feed-forward layer, where the outputs of gate and up projection are multiplied.
     """
@@ -112,14 +112,17 @@ def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
 
 
 def loss_temporaries(layout: Layout) -> list[SavedTensor]:
-    """The temporary tensors at the end of forward, when the loss has saved its last tensor."""
+    """Return the temporary tensors at the end of forward, when the loss has saved its last tensor for backward."""
     upcast = [SavedTensor("logits, upcast", LOGITS, COMPUTE)] if layout.dtype != layout.compute_dtype else []
     shard = [SavedTensor("shard of hidden state", SHARDED_HIDDEN)] if layout.sequence_parallel_size > 1 else []
     return [SavedTensor("logits", LOGITS), *upcast, *shard]
 
 
 def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
-    """The events in the backward of loss, head and final norm. split_backward: as in `layer_backward_events`."""
+    """Return the backward of each operation of loss, head and final norm, in the order of execution.
+
+    split_backward: whether weight gradients are computed later, so that the tensors they need stay live.
+    """
     names = [tensor.name for tensor in saved_tensors.saved_by_head(layout)]
     untied, logits_grad = (
         not layout.config.model.tie_embeddings,
@@ -140,8 +143,11 @@ def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardE
 
 
 def embedding_backward_events(layout: Layout, tied: bool) -> list[BackwardEvent]:
-    """The events in the backward of the embedding. tied: whether it shares its parameter with the head, so that the
-    head's gradient is live and the embedding's gradient is added to it."""
+    """Return the backward of each operation of the input embedding, in the order of execution.
+
+    tied: whether the embedding and the head are one parameter, so that the head's gradient is live and the embedding's
+    gradient is added to it.
+    """
     saved = len(saved_tensors.saved_by_embedding(layout))
     lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
     events = [BackwardEvent("embedding", saved, 0, lookup)]

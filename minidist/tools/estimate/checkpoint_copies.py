@@ -5,30 +5,41 @@ from collections.abc import Iterator
 
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import is_hidden_matrix, ranks_with, replica_dp_coords
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
 from minidist.tools.estimate.shards import uses_flat_params
-from minidist.tools.estimate.states import LocalParameter, local_parameters, moments_per_element
+from minidist.tools.estimate.states import (
+    LocalParameter,
+    local_parameters,
+    moments_per_element,
+    outer_bytes_per_element,
+)
 from minidist.tools.estimate.traffic import Traffic
 
 
 def checkpoint_copy_bytes(layout: Layout, traffic: Traffic, rank: int) -> int:
-    """Host memory, in bytes, of the copies that `CheckpointSaver` keeps on this rank between saves in the background.
+    """Return the bytes of host memory that this rank keeps for saving checkpoints in the background.
 
-    0 without `checkpoint.background`: training then waits until the files are written. A rank copies the tensors that
-    it saves: parameters or master weights, moments, and AdamW's step count, which is saved with a parameter's first
-    elements. Of the ranks that have replicas of a tensor only its owner saves it (`ParamSpec.owner`).
+    They hold the copies of its tensors that `CheckpointSaver` writes while training goes on; 0 without
+    `checkpoint.background`. A rank copies the tensors that it saves: parameters or master weights, moments, and AdamW's
+    step count, which is saved with a parameter's first elements. If several ranks have replicas of a tensor, only one
+    of them saves it (`ParamSpec.owner`).
     """
     if not layout.config.checkpoint.background:
         return 0
-    policy, total = layout.policy, 0
+    policy, outer_bytes, total = layout.policy, 0, 0
+    coords, replicas = layout.mesh.coords(rank), layout.config.num_replicas(layout.mesh)
+    if coords["dp"] < layout.mesh.dp // replicas:  # the outer state is equal in all replicas, and the first saves it
+        outer_bytes = outer_bytes_per_element(layout.config.consistency, policy)
+    if layout.config.consistency.merges_replicas and traffic.group_ranks("replica", rank)[0] == rank:
+        total += DTYPE_BYTES["float64"]  # the number of tokens since the last merge
     parameter_bytes = PRECISION_BYTES[policy.master if policy.separate_masters else policy.parameter]
     for parameter, start, stop in _local_ranges(layout, traffic, rank):
-        replicas = _replicas(layout, traffic, parameter, rank)
-        if replicas[zlib.crc32(parameter.name.encode()) % len(replicas)] != rank:
+        holders = _replicas(layout, traffic, parameter, rank)
+        if holders[zlib.crc32(parameter.name.encode()) % len(holders)] != rank:
             continue
         matrix = is_hidden_matrix(parameter.name, parameter.dimensions)
         moments = moments_per_element(layout.config.optim, hidden_matrix=matrix)
-        total += (stop - start) * (parameter_bytes + moments * PRECISION_BYTES[policy.state])
+        total += (stop - start) * (parameter_bytes + moments * PRECISION_BYTES[policy.state] + outer_bytes)
         if moments == 2 and start == 0 and min(_tensor_ranks(layout, parameter, rank)) == 0:
             total += PRECISION_BYTES["fp32"]
     return total

@@ -10,7 +10,7 @@ from minidist.config import Config
 from minidist.tools.config_warnings import find_warnings
 from minidist.tools.estimate import activations, flops, saved_tensors
 from minidist.tools.estimate.estimate import CHECKPOINT_COPY, MEMORY_KINDS, SHARED_MEMORY, Estimate, RankCost, estimate
-from minidist.tools.estimate.failures import failures_json, print_failures
+from minidist.tools.estimate.failures import checkpoint_intervals_json, print_checkpoint_intervals
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.layout import Layout
@@ -30,23 +30,26 @@ def main(
     measured: MeasuredStep | None = None,
     failures: FailureModel | None = None,
 ) -> int:
-    """Estimate a step, print the result as a table or (`as_json`) as JSON, and return the exit code.
+    """Estimate a training step, print the result as a table or (`as_json`) as JSON, and return exit code 0.
 
-    t_comm: as in `estimate`. measured: if given, also print MFU and HFU. failures: if given, also print the best time
-    between saves. Raises UserError for a run that `minidist train` would refuse.
+    t_comm: time of a transfer between pipeline stages, as a multiple of the forward of the costliest model chunk.
+    measured: if given, also print MFU and HFU. failures: if given, also print the best time between saves. Raises
+    UserError for a run that `minidist train` would refuse.
     """
     result = estimate(config, ranks, t_comm=t_comm)
     if as_json:
-        print(json.dumps(estimate_json(result, measured) | failures_json(failures)))
+        print(json.dumps(_estimate_json(result, measured) | checkpoint_intervals_json(failures)))
     else:
-        print_estimate(result, measured)
-        print_failures(failures)
+        _print_estimate(result, measured)
+        print_checkpoint_intervals(failures)
     return 0
 
 
-def estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> dict:
-    """Return the document that `--json` prints: the model, the step, the pipeline and every rank. measured: a measured
-    step, from which MFU and HFU are computed; both are None without one."""
+def _estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> dict:
+    """Return the document that `--json` prints: the model, the step, the pipeline and every rank.
+
+    measured: a measured step, from which MFU and HFU are computed; both are None without one.
+    """
     layout, config = result.layout, result.layout.config
     seq_len, (model_flops, hardware_flops) = config.data.seq_len, flops.step_flops(layout)
     return {
@@ -66,7 +69,7 @@ def estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> dic
         ],
         "layer_saved_tensors": _layer_saved_tensors(layout),
         "ranks": [_rank_json(cost) for cost in result.ranks],
-        "notes": list_estimate_notes(result),
+        "notes": _list_estimate_notes(result),
     }
 
 
@@ -82,7 +85,7 @@ def _layer_saved_tensors(layout: Layout) -> list[dict]:
     return [tensor._asdict() | {"bytes": tensor.bytes} for tensor in tensors]
 
 
-def print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> None:
+def _print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> None:
     """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures. measured:
     if given, also print MFU and HFU."""
     layout, config = result.layout, result.layout.config
@@ -107,7 +110,7 @@ def print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> No
         print()
         print_table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
     print()
-    for note in list_estimate_notes(result):
+    for note in _list_estimate_notes(result):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
 
 
@@ -140,10 +143,13 @@ def _table_rows(result: Estimate) -> list[tuple[str, list[str]]]:
     rows.append(("sent per step", largest(lambda cost: sum(cost.wire_bytes.values()), "B")))
     for spec in dict.fromkeys(spec for cost in result.ranks for spec in cost.wire_bytes):
         rows.append((f"  {spec}", largest(lambda cost, spec=spec: cost.wire_bytes.get(spec, 0), "B")))
-    if any(cost.merge_bytes for cost in result.ranks):
+    if any(cost.replica_merge_bytes for cost in result.ranks):
         h = layout.config.consistency.h
         rows.append(
-            (f"and per {h} steps" if h > 1 else "and for merging", largest(lambda c: sum(c.merge_bytes.values()), "B"))
+            (
+                f"and per {h} steps" if h > 1 else "and for merging",
+                largest(lambda c: sum(c.replica_merge_bytes.values()), "B"),
+            )
         )
     return rows
 
@@ -152,7 +158,7 @@ def _format_layers(chunks) -> str:
     return ", ".join(str(c.layers.start) if len(c.layers) == 1 else f"{c.layers.start}-{c.layers[-1]}" for c in chunks)
 
 
-def list_estimate_notes(result: Estimate) -> list[str]:
+def _list_estimate_notes(result: Estimate) -> list[str]:
     """Return notes that explain the figures and what they leave out, a sentence or two each."""
     layout = result.layout
     config = layout.config
@@ -179,11 +185,14 @@ def list_estimate_notes(result: Estimate) -> list[str]:
             "peak memory; 0 with --checkpoint.no-background."
         )
     if config.consistency.mode == "diloco":
-        lines.append(
-            "diloco: peak memory leaves out the outer step's parameters and momentum, each as large as the masters."
-        )
+        lines.append("diloco: the states contain the parameters at the last merge, and the outer momentum.")
     if config.consistency.mode == "central":
         lines.append("central: the memory is that of the server; the other ranks have no optimizer states.")
+    if config.consistency.is_asynchronous:
+        lines.append(
+            f"{config.consistency.mode}: peak memory leaves out the server's second copy of the parameters and its "
+            "message buffers, one per worker; the other ranks have no optimizer states."
+        )
     if config.recompute == "selective":
         lines.append(_note_on_selective(layout))
     if config.compile:

@@ -28,26 +28,27 @@ CHECKPOINT_COPY = "checkpoint copy"  # the name of the copies for saves in the b
 
 @dataclass(frozen=True)
 class RankCost:
-    """The cost of a step on one rank.
+    """The modelled cost of a training step on one rank.
 
-    coords: mesh coordinates, by axis; samples: number of samples of the global batch that this rank computes; flops:
-    this rank's part of the model FLOPs; hardware_flops: the same with recomputation; local_parameters: number of
-    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by the name of the group
-    spec (the declaration of process groups for one purpose, such as "tensor"); merge_bytes: bytes sent in addition by a
-    merge of the model replicas, which occurs every `consistency.h` steps.
+    coords: mesh coordinates, by axis. samples: number of samples of the global batch that this rank computes. flops:
+    this rank's part of the model FLOPs. hardware_flops: `flops` and the FLOPs of recomputation. local_parameters:
+    number of parameter elements on this rank before ZeRO shards them. wire_bytes: bytes sent per step, by the name of
+    the group spec (the declaration of process groups for one purpose, such as "tensor"). replica_merge_bytes: by group
+    spec, the bytes sent in addition when model replicas are merged, every `consistency.h` steps.
 
-    Memory, in bytes. peak_breakdown: the bytes of each kind when all tensors together peak; `peak_memory_bytes` is
-    their sum. The fields of MEMORY_KINDS: each kind's own peak, which may occur at another time of the step, so their
-    sum may be higher. activation_bytes: tensors saved for backward, or for the weight gradient (W) of a split backward.
-    buffer_bytes: all other tensors: gradients of activations, temporaries of the loss, messages, copies in the dtype of
-    the reduction, and ZeRO's gathered parameters and unreduced gradients. shared_segment_bytes: the shared-memory
-    segments of the shm backend (`shared_memory`), in addition to the tensors. checkpoint_copy_bytes: host memory for
-    the copies of saves in the background (`checkpoint_copies`), in addition as well.
+    Memory, in bytes. The fields named in MEMORY_KINDS are the peak of each kind of tensor. The kinds may peak at
+    different times, so the sum of these fields may exceed the peak of all tensors. peak_breakdown: the bytes of each
+    kind at the time when all tensors together peak; `peak_memory_bytes` is their sum. activation_bytes: tensors saved
+    for backward, or for the weight gradient (W) of a split backward. buffer_bytes: all other tensors: gradients of
+    activations, temporaries of the loss, messages, copies in the dtype of the reduction, and ZeRO's gathered parameters
+    and unreduced gradients. In addition to the tensors: shared_segment_bytes, the shared-memory segments of the shm
+    backend, and checkpoint_copy_bytes, host memory for the copies of saves in the background.
 
     Accuracy, as tested: parameters, masters, optimizer states, gradients and checkpoint copies are exact to the byte.
-    Without a pipeline activations are exact except for the batch itself (16 bytes per token); with one they are between
-    2 % too low and 12 % too high, the latter with recomputation. The peak is within 5 %, the buffers in it within 10 %;
-    buffer_bytes is within 30 %, and too low where context-parallel ranks exchange much or pipeline stages recompute.
+    Without a pipeline, activations are exact except for the batch itself (16 bytes per token). With a pipeline they are
+    at most 2 % too low and, with recomputation, at most 12 % too high. `peak_memory_bytes` is within 5 %, the buffers
+    in `peak_breakdown` are within 10 %. `buffer_bytes` is only within 30 %: too low where context-parallel ranks
+    exchange much or pipeline stages recompute.
     """
 
     rank: int
@@ -66,26 +67,28 @@ class RankCost:
     checkpoint_copy_bytes: int
     peak_breakdown: dict[str, int]
     wire_bytes: dict[str, int]
-    merge_bytes: dict[str, int]
+    replica_merge_bytes: dict[str, int]
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes of parameters, gradients, masters and optimizer states just before the update. (In ZeRO stages 2 and 3
-        the update frees the gradients.)"""
+        """Return the bytes of parameters, gradients, master weights and optimizer states just before the update.
+
+        In ZeRO stages 2 and 3 the update frees the gradients.
+        """
         return self.parameter_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Peak bytes of all tensors together, at one time of the step: the sum of `peak_breakdown`."""
+        """Return the peak bytes of all tensors together: the sum of `peak_breakdown`."""
         return sum(self.peak_breakdown.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated costs of a step.
+    """The modelled cost of a training step.
 
-    ranks: the cost on each rank, in rank order; pipeline: the timeline of the simulated pipeline schedule, None with a
-    single stage.
+    layout: how the run is laid out on its ranks. ranks: the cost on each rank, in rank order. pipeline: the simulated
+    timeline of the pipeline schedule, None with a single stage.
     """
 
     layout: Layout
@@ -94,9 +97,10 @@ class Estimate:
 
 
 def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
-    """Estimate a step of this run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse.
+    """Estimate memory, FLOPs and bytes sent of one training step on each of `world_size` ranks, by formulas.
 
     t_comm: time of a transfer between pipeline stages, as a multiple of the forward of the costliest model chunk.
+    Raises UserError for a run that `minidist train` would refuse.
     """
     layout = plan_layout(config, world_size)
     traffic = Traffic(layout)
@@ -148,5 +152,5 @@ def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, r
         checkpoint_copy_bytes=checkpoint_copy_bytes(layout, traffic, rank),
         peak_breakdown={kind: (constant | peak.at_peak._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
-        merge_bytes=traffic.merge_bytes(rank),
+        replica_merge_bytes=traffic.replica_merge_bytes(rank),
     )

@@ -5,8 +5,10 @@ from minidist.tools.estimate.goodput import FailureModel
 
 
 def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: float | None) -> FailureModel | None:
-    """Return the failure model that `--mtbf-s`, `--save-s` and `--restart-s` describe; None if none of them is given.
-    Raises UserError if one is given without both `--mtbf-s` and `--save-s`, or if a value is out of range."""
+    """Make a `FailureModel` from the options `--mtbf-s`, `--save-s` and `--restart-s`; None if none of them is given.
+
+    Raises UserError if one is given without both `--mtbf-s` and `--save-s`, or if a value is out of range.
+    """
     options = {"--mtbf-s": mtbf_s, "--save-s": save_s, "--restart-s": restart_s}
     if all(value is None for value in options.values()):
         return None
@@ -23,12 +25,12 @@ def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: f
         raise UserError(f"--{str(error).replace('_', '-', 1)}.") from None
 
 
-def failures_json(model: FailureModel | None) -> dict[str, float]:
-    """Return the entries of the `--json` document about failures, all modelled; an empty dict if `model` is None.
+def checkpoint_intervals_json(model: FailureModel | None) -> dict[str, float]:
+    """Return the entries of the `--json` document about checkpoints and failures; an empty dict if `model` is None.
 
-    interval_young_s, interval_daly_s, interval_exact_s: the best time between two saves, in useful seconds, by each
-    formula. waste_first_order: the wasted fraction of time at Young's interval, to first order. goodput: the useful
-    fraction of time at the exact interval.
+    interval_young_s, interval_daly_s, interval_exact_s: the best time between two saves, in seconds of useful work, by
+    each formula. waste_first_order: the wasted fraction of time at Young's interval, to first order. goodput: the
+    useful fraction of time at the exact interval. All are modelled.
     """
     if model is None:
         return {}
@@ -41,8 +43,8 @@ def failures_json(model: FailureModel | None) -> dict[str, float]:
     }
 
 
-def print_failures(model: FailureModel | None) -> None:
-    """Print the figures of `failures_json` as text; print nothing if `model` is None."""
+def print_checkpoint_intervals(model: FailureModel | None) -> None:
+    """Print the best time between two saves by each formula, and the goodput; print nothing if `model` is None."""
     if model is None:
         return
     young, daly, exact = model.young_interval_s(), model.daly_interval_s(), model.exact_interval_s()

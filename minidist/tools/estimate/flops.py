@@ -30,9 +30,10 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def stage_flops_per_token(layout: Layout, stage: int) -> int:
-    """Model FLOPs of forward and backward on one stage, per token: `6 N + 12 l h s` over its layers and head.
+    """Return the model FLOPs per token of forward and backward on one pipeline stage.
 
-    The stages add up to `flops_per_token`.
+    It is `6 N + 12 l h s` over the layers and the head of the stage, so that the sum over all stages is
+    `flops_per_token`. Recomputation is not counted.
     """
     model, total = layout.config.model, 0
     for chunk in layout.stage_chunks(stage):
@@ -43,12 +44,14 @@ def stage_flops_per_token(layout: Layout, stage: int) -> int:
 
 
 def recomputes_down_projection(config: Config) -> bool:
-    """Whether full recomputation of a layer includes its last projection: only if backward needs something computed
-    after it (a dropout mask), or if the layer is compiled as one graph."""
+    """Return whether full recomputation of a layer computes its last matrix product again, the down projection.
+
+    It does so only if backward needs a later result (a dropout mask), or if the layer is compiled as one graph.
+    """
     return config.model.dropout > 0 or config.compile
 
 
-def layer_recompute_flops(layout: Layout) -> int:
+def _layer_recompute_flops(layout: Layout) -> int:
     """FLOPs per token that backward recomputes in one layer."""
     config = layout.config
     weights, attention, _ = forward_flops(config.model, config.data.seq_len)
@@ -59,40 +62,43 @@ def layer_recompute_flops(layout: Layout) -> int:
 
 
 def stage_recompute_flops(layout: Layout, stage: int) -> int:
-    """FLOPs per token that backward recomputes on one stage."""
-    return sum(len(chunk.layers) for chunk in layout.stage_chunks(stage)) * layer_recompute_flops(layout)
+    """Return the FLOPs per token that backward recomputes on one pipeline stage; 0 without recomputation."""
+    return sum(len(chunk.layers) for chunk in layout.stage_chunks(stage)) * _layer_recompute_flops(layout)
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step on all ranks together. model: those of forward and backward; hardware: with recomputation
-    added."""
+    """FLOPs of one step on all ranks together.
+
+    model: the FLOPs of forward and backward. hardware: `model` and the FLOPs of recomputation.
+    """
 
     model: int
     hardware: int
 
 
 def step_flops(layout: Layout) -> StepFlops:
-    """Count the FLOPs of one step on all ranks together."""
+    """Return the FLOPs of one step on all ranks together, without and with recomputation, by formula."""
     config = layout.config
     tokens = config.train.global_batch * config.data.seq_len
     per_token = flops_per_token(config.model, config.data.seq_len)
-    recomputed = config.model.num_layers * layer_recompute_flops(layout)
+    recomputed = config.model.num_layers * _layer_recompute_flops(layout)
     return StepFlops(per_token * tokens, (per_token + recomputed) * tokens)
 
 
 def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline | None:
-    """Simulate the pipeline schedule with action times proportional to FLOPs; None with a single stage.
+    """Simulate the pipeline schedule of a layout and return its timeline; None with a single stage.
 
-    Products with weights cost the same in F, B and W. Core attention has no weights: it costs twice as much in B as in
-    F, and nothing in W. Recomputation adds to B. The unit of time is the
-    forward of the costliest model chunk. t_comm: time of a transfer between stages, in this unit.
+    The duration of an action is proportional to its FLOPs; the unit of time is the forward of the costliest model
+    chunk. t_comm: time of a transfer between stages, in this unit. Matrix products with weights cost the same in F, B
+    and W. Core attention has no weights: it costs twice as much in B as in F, and nothing in W. Recomputation adds to
+    B.
     """
     if layout.schedule is None:
         return None
     weights, attention, head = forward_flops(layout.config.model, layout.config.data.seq_len)
     matmuls = [len(chunk.layers) * weights + (head if chunk.has_head else 0) for chunk in layout.model_chunks]
     core = [len(chunk.layers) * attention for chunk in layout.model_chunks]
-    recomputed = [len(chunk.layers) * layer_recompute_flops(layout) for chunk in layout.model_chunks]
+    recomputed = [len(chunk.layers) * _layer_recompute_flops(layout) for chunk in layout.model_chunks]
     unit = max(w + a for w, a in zip(matmuls, core, strict=True))
     f = [(w + a) / unit for w, a in zip(matmuls, core, strict=True)]
     b = [(w + 2 * a + r) / unit for w, a, r in zip(matmuls, core, recomputed, strict=True)]
@@ -101,16 +107,16 @@ def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline |
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step, from which to compute MFU and HFU.
+    """The measured duration of a step, and the peak of the accelerators it ran on, from which MFU and HFU are computed.
 
-    step_time_s: the duration of the step in seconds; peak_tflops: the dense peak of one accelerator, in TFLOP/s.
+    step_time_s: the duration in seconds. peak_tflops: the dense peak of one accelerator, in TFLOP/s.
     """
 
     step_time_s: float
     peak_tflops: float
 
     def utilisation(self, flops: float, num_ranks: int) -> float:
-        """Return the FLOP/s of a step as a fraction of the peak of `num_ranks` accelerators.
+        """Return the achieved FLOP/s of the step as a fraction of the peak FLOP/s of `num_ranks` accelerators.
 
         flops: the FLOPs of one step on all ranks: model FLOPs give the MFU (PaLM, arXiv 2204.02311, appendix B),
         hardware FLOPs the HFU (Korthikanti et al. 2022, arXiv 2205.05198, section 6.3).
@@ -119,9 +125,9 @@ class MeasuredStep:
 
 
 def parse_measured_step(step_time_s: float | None, peak_tflops: float | None) -> MeasuredStep | None:
-    """Make a MeasuredStep of the options `--step-time-s` and `--peak-tflops`; None if neither is given.
+    """Make a `MeasuredStep` from the options `--step-time-s` and `--peak-tflops`; None if neither is given.
 
-    Raises UserError for one of them alone, and for values that are not positive.
+    Raises UserError if only one is given, or a value is not positive and finite.
     """
     options = {"step-time-s": step_time_s, "peak-tflops": peak_tflops}
     for name, value in options.items():
@@ -140,14 +146,19 @@ def utilisation_json(
 ) -> dict[str, float | None]:
     """Return MFU and HFU as fractions under the keys "mfu" and "hfu"; both None if `measured` is None.
 
-    model_flops, hardware_flops: the FLOPs of one step on all ranks; num_ranks: the number of accelerators.
+    model_flops, hardware_flops: the FLOPs of one step on all ranks, without and with recomputation. num_ranks: the
+    number of accelerators.
     """
     flops = {"mfu": model_flops, "hfu": hardware_flops}
     return {name: None if measured is None else measured.utilisation(value, num_ranks) for name, value in flops.items()}
 
 
 def describe_utilisation(measured: MeasuredStep, model_flops: float, hardware_flops: float, num_ranks: int) -> str:
-    """Format MFU and HFU, in percent, as one line of text. The arguments are those of `utilisation_json`."""
+    """Format MFU and HFU of a measured step, in percent, as one line of text.
+
+    model_flops, hardware_flops: the FLOPs of one step on all ranks, without and with recomputation. num_ranks: the
+    number of accelerators.
+    """
     fractions = utilisation_json(measured, model_flops, hardware_flops, num_ranks)
     return (
         f"MFU {100 * fractions['mfu']:.2f} %, HFU {100 * fractions['hfu']:.2f} %: {measured.step_time_s:g} s a step on "

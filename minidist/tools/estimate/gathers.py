@@ -12,14 +12,14 @@ def count_all_gathers(
     has_embedding_and_head: Sequence[tuple[bool, bool]],
     keep_last_block: bool,
 ) -> Counter[int]:
-    """Count how often ZeRO stage 3 gathers each block's parameters while a pipeline stage runs `actions`.
+    """Count how often ZeRO stage 3 gathers the parameters of each layer while a pipeline stage runs `actions`.
 
-    Return the number of all-gathers by layer number; ROOT stands for the parameters outside of all blocks.
+    Returns the number of all-gathers by layer number; ROOT stands for the parameters outside of all layers.
 
     actions: (kind, chunk number) in order; kind is "F" (forward), "B" (backward), or "end" after the last backward
     action of a micro-batch, which frees all gathered parameters. chunk_layers: by chunk, its layer numbers.
-    has_embedding_and_head: by chunk, whether it has the embedding and whether it has the head.
-    keep_last_block: whether the model's last block and the head stay gathered from forward to backward.
+    has_embedding_and_head: by chunk, whether it has the embedding and whether it has the head. keep_last_block: whether
+    the model's last layer and the head stay gathered from forward to backward.
     """
     there: set[int] = set()
     found: Counter[int] = Counter()

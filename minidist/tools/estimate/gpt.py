@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
 from minidist.tools.estimate import activations, flops, saved_tensors
-from minidist.tools.estimate.failures import failures_json, print_failures
+from minidist.tools.estimate.failures import checkpoint_intervals_json, print_checkpoint_intervals
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.layout import Layout, plan_layout
@@ -34,7 +34,7 @@ _SELECTIVE = (
 
 
 @dataclass(frozen=True)
-class GptEstimate:
+class _GptEstimate:
     """Parameters, FLOPs and saved activations of Megatron's GPT model on a layout."""
 
     layout: Layout
@@ -75,7 +75,7 @@ class GptEstimate:
         return activations.list_local_tensors(self.layout, saved, self.layout.largest_micro_batch_size)
 
 
-def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
+def _estimate_gpt(config: Config, ranks: int) -> _GptEstimate:
     """Estimate a GPT model with the sizes of `config.model` on `ranks` ranks.
 
     Raises UserError for a run that `minidist train` would refuse, and if `config.mesh.cp` is above 1.
@@ -88,21 +88,22 @@ def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
     model, seq_len = config.model, config.data.seq_len
     gpt_sizes = {"intermediate_size": 4 * model.hidden_size, "num_kv_heads": model.num_heads}
     model = dataclasses.replace(model, **gpt_sizes, max_seq_len=max(seq_len, model.max_seq_len))
-    return GptEstimate(plan_layout(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
+    return _GptEstimate(plan_layout(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
 
 
 def main(
     config: Config, ranks: int, as_json: bool, measured: MeasuredStep | None, failures: FailureModel | None
 ) -> int:
-    """Estimate a GPT model, print the result as text or (`as_json`) as JSON, and return the exit code.
+    """Estimate Megatron's GPT model, print the result as text or (`as_json`) as JSON, and return exit code 0.
 
-    measured: if given, also print MFU and HFU. failures: if given, also print the best time between saves. Raises
-    UserError for a run that `minidist train` would refuse, and for context parallelism.
+    The result has parameters, FLOPs and the activations that a layer saves. measured: if given, also print MFU and HFU.
+    failures: if given, also print the best time between saves. Raises UserError for a run that `minidist train` would
+    refuse, and for context parallelism.
     """
-    result = estimate_gpt(config, ranks)
-    document = gpt_json(result, measured)
+    result = _estimate_gpt(config, ranks)
+    document = _gpt_json(result, measured)
     if as_json:
-        print(json.dumps(document | failures_json(failures)))
+        print(json.dumps(document | checkpoint_intervals_json(failures)))
         return 0
     model_flops, hardware_flops = document["flops_per_step"], document["hardware_flops_per_step"]
     print(f"{ranks} rank{'s' * (ranks > 1)}, {result.layout.mesh}; GPT block, {result.num_parameters:,} parameters")
@@ -115,11 +116,11 @@ def main(
     print()
     for note in document["notes"]:
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
-    print_failures(failures)
+    print_checkpoint_intervals(failures)
     return 0
 
 
-def gpt_json(result: GptEstimate, measured: MeasuredStep | None) -> dict:
+def _gpt_json(result: _GptEstimate, measured: MeasuredStep | None) -> dict:
     """Return the document that `--json` prints. measured: a measured step, from which MFU and HFU are computed; both
     are None without one."""
     layout, saved = result.layout, result.layer_saved_tensors

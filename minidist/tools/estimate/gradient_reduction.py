@@ -14,8 +14,11 @@ RanksByGroup = Mapping[str, Mapping[int, Sequence[int]]]
 
 
 class GradientAllReduce(NamedTuple):
-    """One all-reduce of gradients. group: the name of its group spec (the declaration of its process groups); numel:
-    the number of elements; element_bytes: the bytes of one element."""
+    """One all-reduce of gradients.
+
+    group: the name of the group spec (the declaration of process groups for one purpose) over which it runs. numel: the
+    number of elements. element_bytes: bytes per element.
+    """
 
     group: str
     numel: int
@@ -23,7 +26,7 @@ class GradientAllReduce(NamedTuple):
 
 
 def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
-    """Return the ranks over which a parameter's gradient is summed, `rank` included.
+    """Return the global ranks whose local gradients of a parameter are summed, `rank` included.
 
     tp_sum_rule: which tensor-parallel ranks are among them (`states.TPSumRule`). stages: the pipeline stages that have
     the parameter; two for a tied embedding.
@@ -40,28 +43,26 @@ def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: La
     return ranks_with(layout.mesh, stages, replica_dp_coords(layout.mesh, layout.config, rank), tuple(tensor))
 
 
-def find_reduction_group(
+def _find_reduction_group(
     tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, ranks_by_group: RanksByGroup, rank: int
 ) -> str:
-    """Return the name of the group spec over which a parameter's gradient is summed on `rank`.
-
-    It is the group spec whose process group of `rank` has exactly the ranks that `contributing_ranks` returns for
-    tp_sum_rule and stages. ranks_by_group: the process groups of every group spec (`RanksByGroup`).
-    """
+    """The name of the group spec whose process group of `rank` has exactly the ranks that `contributing_ranks`
+    returns."""
     ranks = contributing_ranks(tp_sum_rule, stages, layout, rank)
     return next(spec for spec in GRADIENT_GROUPS if spec in ranks_by_group and ranks_by_group[spec].get(rank) == ranks)
 
 
 def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[GradientAllReduce]:
-    """List the all-reduces of a step's gradients on `rank`, without ZeRO.
+    """Return the all-reduces of gradients that `rank` takes part in during a step without ZeRO.
 
     `comm.gradients` "bucketed": one all-reduce per bucket; the last bucket of a process group ends with one element per
-    parameter, which counts the ranks that used the parameter. "naive": one per parameter for the gradient, and one of a
-    single float32 element for that count. ranks_by_group: the process groups of every group spec (`RanksByGroup`).
+    parameter, which counts the ranks that used the parameter. "naive": two all-reduces per parameter, one of the
+    gradient and one of that count, a single float32 element. ranks_by_group: the process groups of every group spec
+    (`RanksByGroup`).
     """
     comm, element_bytes = layout.config.comm, DTYPE_BYTES[layout.dtype]
     group_of = cache(
-        lambda tp_sum_rule, stages: find_reduction_group(tp_sum_rule, stages, layout, ranks_by_group, rank)
+        lambda tp_sum_rule, stages: _find_reduction_group(tp_sum_rule, stages, layout, ranks_by_group, rank)
     )
     by_group: dict[str, list[LocalParameter]] = {}
     for parameter in reversed(local_parameters(layout, layout.mesh.coords(rank)["pp"])):
@@ -82,5 +83,5 @@ def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank
 
 
 def map_ranks_to_groups(rank_groups: Iterable[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Map each rank to the ranks of its process group, given the ranks of every group; other ranks are left out."""
+    """Return {rank: the ranks of its process group}. rank_groups: the ranks of every group."""
     return {rank: group for group in rank_groups for rank in group}

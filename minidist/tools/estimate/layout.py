@@ -18,10 +18,10 @@ DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in PRECISION_BYTES.items()
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """Consecutive layers of the model that run as one chunk of a pipeline stage, or as the whole model.
+    """Consecutive layers of the model that run as one chunk of a pipeline stage; the whole model without a pipeline.
 
-    layers: their numbers in the model; has_embedding: the chunk begins with the embedding; has_head: it ends with the
-    final norm, the head and the loss.
+    layers: the numbers of the layers in the model. has_embedding: the chunk begins with the embedding. has_head: the
+    chunk ends with the final norm, the head and the loss.
     """
 
     layers: range
@@ -31,8 +31,10 @@ class ModelChunk:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out on its ranks. schedule: the pipeline schedule, None with a single stage; policy: the dtype
-    of each kind of tensor."""
+    """How a run is laid out on its ranks.
+
+    schedule: the pipeline schedule, None with a single stage. policy: the dtype of each kind of tensor.
+    """
 
     config: Config
     mesh: Mesh
@@ -51,24 +53,25 @@ class Layout:
 
     @property
     def replica_mesh(self) -> Mesh:
-        """The mesh of the ranks that train together in every step: all ranks, or the ranks of one model replica."""
+        """The mesh of the ranks that reduce gradients in every step: all ranks, or those of one replica (local SGD,
+        DiLoCo, gossip)."""
         return self.config.replica_mesh(self.mesh)
 
     @cached_property
     def model_chunks(self) -> list[ModelChunk]:
-        """All chunks of the model, in the order of forward."""
+        """All chunks of the model, in the order in which forward runs them."""
         model, seq_len = self.config.model, self.config.data.seq_len
         ranges = assign_layers(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
         return [ModelChunk(layers, i == 0, i == len(ranges) - 1) for i, layers in enumerate(ranges)]
 
     def stage_chunks(self, stage: int) -> list[ModelChunk]:
-        """The chunks of one pipeline stage, by chunk number."""
+        """Return the model chunks of pipeline stage `stage`, by chunk number."""
         if self.schedule is None:
             return self.model_chunks
         return [self.model_chunks[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.num_chunks)]
 
     def micro_batch_sizes(self, dp_rank: int) -> list[int]:
-        """The number of samples in each micro-batch of a step on the ranks at data-parallel coordinate `dp_rank`."""
+        """Return the number of samples in each micro-batch of a step, on the ranks with dp coordinate `dp_rank`."""
         train, shares = self.config.train, self.config.data.shares
         batch, size = train.global_batch, self.mesh.dp
         local = block_partition(batch, size, dp_rank) if shares is None else weighted_partition(batch, shares, dp_rank)
@@ -81,13 +84,12 @@ class Layout:
 
     @property
     def sequence_parallel_size(self) -> int:
-        """The number of ranks that shard the sequence between tensor-parallel regions; 1 without sequence
-        parallelism."""
+        """The number of ranks that shard the sequence outside of tensor-parallel regions: tp, or 1 if none do."""
         return self.mesh.tp if self.config.parallel.sequence else 1
 
 
 def plan_layout(config: Config, world_size: int) -> Layout:
-    """Choose mesh, pipeline schedule and dtypes of a run on `world_size` ranks.
+    """Return the mesh, pipeline schedule and dtypes of a run on `world_size` ranks.
 
     Raises UserError for a run that `minidist train` would refuse.
     """

@@ -11,7 +11,7 @@ from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import Policy, resolve_policy
-from minidist.tools.estimate.failures import failures_json, print_failures
+from minidist.tools.estimate.failures import checkpoint_intervals_json, print_checkpoint_intervals
 from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.states import ModelStates, model_states, moments_per_element, pad_to_shards
 from minidist.tools.estimate.table import format_si, print_table
@@ -26,7 +26,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True)
-class ParameterCountEstimate:
+class _ParameterCountEstimate:
     """Bytes of the model states (parameters, gradients, masters, moments) on each rank, from a parameter count.
 
     mesh, policy: the mesh of ranks and the precision policy. num_parameters: parameters of the model.
@@ -44,7 +44,7 @@ class ParameterCountEstimate:
     states: ModelStates
 
 
-def estimate_from_parameter_count(config: Config, world_size: int, num_parameters: float) -> ParameterCountEstimate:
+def _estimate_from_parameter_count(config: Config, world_size: int, num_parameters: float) -> _ParameterCountEstimate:
     """Estimate the model states of each rank, with the model divided evenly over tp and pp.
 
     Raises UserError for an invalid configuration or count, and where the count alone does not determine the states
@@ -70,25 +70,26 @@ def estimate_from_parameter_count(config: Config, world_size: int, num_parameter
     local = -(-int(num_parameters) // (mesh.tp * mesh.pp))
     flat_param = pad_to_shards(local, shards, moments_per_element(config.optim, hidden_matrix=False))
     states = model_states([flat_param], config.zero, policy)
-    return ParameterCountEstimate(mesh, policy, int(num_parameters), local, shards, flat_param.numel - local, states)
+    return _ParameterCountEstimate(mesh, policy, int(num_parameters), local, shards, flat_param.numel - local, states)
 
 
 def main(config: Config, ranks: int, parameters: float, as_json: bool, failures: FailureModel | None) -> int:
-    """Estimate model states, print them as a table or (`as_json`) as JSON, and return the exit code.
+    """Estimate the bytes of model states per rank from a parameter count; print them and return exit code 0.
 
-    parameters: the parameter count of the model. failures: if given, also print the best time between saves. Raises
-    UserError for an invalid configuration or count, and where the count alone does not determine the states.
+    parameters: the parameter count of the model. as_json: print JSON instead of a table. failures: if given, also print
+    the best time between saves. Raises UserError for an invalid configuration or count, and where the count alone does
+    not determine the states (Muon, `--model` options).
     """
-    result = estimate_from_parameter_count(config, ranks, parameters)
+    result = _estimate_from_parameter_count(config, ranks, parameters)
     if as_json:
-        print(json.dumps(parameter_count_json(result, config) | failures_json(failures)))
+        print(json.dumps(_parameter_count_json(result, config) | checkpoint_intervals_json(failures)))
     else:
-        print_parameter_count(result, config)
-        print_failures(failures)
+        _print_parameter_count(result, config)
+        print_checkpoint_intervals(failures)
     return 0
 
 
-def parameter_count_json(result: ParameterCountEstimate, config: Config) -> dict:
+def _parameter_count_json(result: _ParameterCountEstimate, config: Config) -> dict:
     """Return the document that `--json` prints."""
     return {
         "world_size": result.mesh.world_size,
@@ -104,7 +105,7 @@ def parameter_count_json(result: ParameterCountEstimate, config: Config) -> dict
     }
 
 
-def print_parameter_count(result: ParameterCountEstimate, config: Config) -> None:
+def _print_parameter_count(result: _ParameterCountEstimate, config: Config) -> None:
     """Print the estimate as a table."""
     world, policy = result.mesh.world_size, result.policy
     print(f"{world} rank{'s' * (world > 1)}, {result.mesh}; {result.num_parameters:,} {policy.parameter} parameters")

@@ -2,7 +2,7 @@
 
 The candidates are, in the order of the schedule, the end of every forward and every event of every backward
 (`backward_events`), each with the activations of the other micro-batches in flight, gradients and ZeRO's buffers
-(`temporary_buffers`); then the update.
+(`temporary_buffers`); then the update and the merge of replicas.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ _BOUNDARY = SavedTensor("hidden state between two layers", SHARDED_HIDDEN)  # or
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of activations, gradients and temporary buffers at one time of a step."""
+    """Bytes of activations, gradients and temporary buffers that are live on a rank at one time of a step."""
 
     activations: int = 0
     gradients: int = 0
@@ -28,10 +28,10 @@ class LiveBytes(NamedTuple):
 
 
 class PeakBytes(NamedTuple):
-    """The peak bytes of a step.
+    """The peak bytes of a rank during a step.
 
-    at_peak: the breakdown when all tensors together peak; activations, buffers: the separate peak of each kind, which
-    may occur at another time of the step.
+    at_peak: the bytes of each kind at the time when all of them together peak. activations, buffers: the peak of each
+    of these kinds alone, which may occur at another time of the step.
     """
 
     at_peak: LiveBytes
@@ -53,9 +53,9 @@ class _Point(NamedTuple):
 
 
 class StepMemory:
-    """Computes the peak memory of a step on the ranks of one pipeline stage, without parameters and optimizer states.
+    """Computes the peak memory of a step on a rank of a pipeline stage, without parameters and optimizer states.
 
-    flat_params: a rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
+    flat_params: the rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
     bytes of the gradients just before the update. micro_batch_sizes: the number of samples in each micro-batch.
     """
 
@@ -75,10 +75,13 @@ class StepMemory:
         self._weight_gradient_peak = cache(self._weight_gradient_peak)
 
     def compute_peak(self) -> PeakBytes:
-        """Compute the peak of activations, gradients and buffers together, and separate peaks of activations and
-        buffers."""
+        """Return three peaks: activations, gradients and buffers together; activations alone; buffers alone."""
         tables = self._size(saved_tensors.rotary_tables(self.layout), 1)  # shared by all micro-batches
-        after = max(self.temporary.wire_copy_bytes_after_backward(), self.temporary.optimizer_temporary_bytes())
+        after = max(
+            self.temporary.reduce_dtype_copy_bytes_after_backward(),
+            self.temporary.optimizer_temporary_bytes(),
+            self.temporary.merge_temporary_bytes(),
+        )
         update = LiveBytes(0, self.temporary.gradient_bytes, after)
         peaks = [PeakBytes(update, 0, after), *self._action_peaks()]
         total = max((peak.at_peak for peak in peaks), key=sum)

@@ -18,10 +18,11 @@ TOKENS = "b s/cp"
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that autograd saves for backward.
+    """A tensor that autograd saves for backward, with its shape as a formula.
 
-    shape: a formula (`shapes.Dimensions`). dtype: PARAMETER, COMPUTE or a key of DTYPE_BYTES. core: whether core
-    attention (scores, softmax, product with the values) saves it; selective recomputation drops and recomputes these.
+    shape: the formula, such as "b s/cp h" (see `shapes.Dimensions`). dtype: PARAMETER, COMPUTE or a key of DTYPE_BYTES.
+    core: whether core attention (scores, softmax, product with the values) saves the tensor; selective recomputation
+    drops and recomputes these tensors.
     """
 
     name: str
@@ -31,19 +32,23 @@ class SavedTensor(NamedTuple):
 
 
 def rotary_tables(layout: Layout) -> list[SavedTensor]:
-    """The tables of the rotary position embedding, which all micro-batches share."""
+    """Return the cosine and sine tables of the rotary position embedding, which all micro-batches share."""
     return [SavedTensor("cos", "s/cp 1 d", COMPUTE), SavedTensor("sin", "s/cp 1 d", COMPUTE)]
 
 
 def saved_by_embedding(layout: Layout) -> list[SavedTensor]:
-    """The tensors that the embedding saves: token ids, a mask of the ids that other ranks look up (if the vocabulary is
-    sharded over tp), and the tensors of its dropout."""
+    """Return the tensors that the embedding saves for backward.
+
+    They are the token ids, a mask of the ids that other ranks look up (if the vocabulary is sharded over tp), and the
+    tensors of the embedding's dropout.
+    """
     mask = [SavedTensor("mask of other ranks' tokens", TOKENS, "bool")] if layout.mesh.tp > 1 else []
     return [SavedTensor("tokens", TOKENS, "int64"), *mask, *_dropout_mask(layout)]
 
 
 def saved_by_layer(layout: Layout) -> list[SavedTensor]:
-    """The tensors that one layer saves in forward, given the configured recomputation (`minidist/recompute.py`)."""
+    """Return the tensors that one layer saves in forward, given the configured recomputation
+    (`minidist/recompute.py`)."""
     recompute = layout.config.recompute
     if recompute == "block":
         return [SavedTensor("input of layer", SHARDED_HIDDEN), *_dropout_addresses(layout)]
@@ -56,14 +61,19 @@ def saved_by_layer(layout: Layout) -> list[SavedTensor]:
 
 
 def recomputed_by_layer(layout: Layout) -> list[SavedTensor]:
-    """The tensors that a fully recomputed layer saves in backward, besides the layer input saved in forward."""
+    """Return the tensors that one layer saves when full recomputation runs its forward again in backward.
+
+    The layer's input is left out where it has been kept since the first forward.
+    """
     saved = saved_by_layer_without_recompute(layout)
     return saved[1:] if layout.dtype == layout.compute_dtype else saved  # otherwise the first norm upcasts its input
 
 
 def saved_for_weight_gradients() -> list[SavedTensor]:
-    """The tensors that a layer keeps between the input gradient (B) and the weight gradient (W) of a split backward:
-    the inputs of its projections and the gradients of their outputs."""
+    """Return the tensors that a layer keeps between input gradient (B) and weight gradient (W) of a split backward.
+
+    They are the inputs of its projections and the gradients of their outputs.
+    """
     inputs = [SavedTensor("input of attention", HIDDEN), SavedTensor("input of o", "b s/cp heads/tp d")]
     inputs += [SavedTensor("input of feed-forward", HIDDEN), SavedTensor("input of down", "b s/cp f/tp")]
     features = {"q": "heads/tp d", "k": "kv/tp d", "v": "kv/tp d", "gate": "f/tp", "up": "f/tp"}
@@ -72,12 +82,15 @@ def saved_for_weight_gradients() -> list[SavedTensor]:
 
 
 def saved_for_head_weight_gradient() -> list[SavedTensor]:
-    """The tensors that the head keeps between input gradient (B) and weight gradient (W) of a split backward."""
+    """Return the tensors that the head keeps between input gradient (B) and weight gradient (W) of a split backward."""
     return [SavedTensor("input of head", HIDDEN), SavedTensor("gradient of logits", f"{TOKENS} vocab/tp")]
 
 
 def saved_by_layer_without_recompute(layout: Layout) -> list[SavedTensor]:
-    """The tensors that autograd saves in a pre-norm layer: attention and SwiGLU, each with its norm and dropout."""
+    """Return the tensors that autograd saves in one layer if nothing is recomputed.
+
+    The layer has attention and SwiGLU, each with norm and dropout.
+    """
     return [
         *_saved_by_norm(layout, "attention"),
         *_saved_by_attention(layout),
@@ -92,7 +105,8 @@ def saved_by_layer_without_recompute(layout: Layout) -> list[SavedTensor]:
 
 
 def saved_by_head(layout: Layout) -> list[SavedTensor]:
-    """The tensors that the final norm, head and loss save; with tp > 1 the loss is the vocabulary-parallel one."""
+    """Return the tensors that final norm, head and loss save for backward; with tp > 1 the loss is
+    vocabulary-parallel."""
     norm = _saved_by_norm(layout, "head")
     if layout.mesh.tp == 1:
         loss = [SavedTensor("log-probabilities", f"{TOKENS} vocab", COMPUTE), SavedTensor("labels", TOKENS, "int64")]
@@ -174,8 +188,10 @@ GPT_BLOCK: Sequence[SavedTensor] = (
 
 
 def drop_recomputed(tensors: Sequence[SavedTensor], recomputed: str) -> list[SavedTensor]:
-    """The tensors that a layer still saves in forward. recomputed: what backward recomputes: "core" (core attention),
-    "layer" (the layer, of which only the input is saved) or "" (nothing)."""
+    """Return the saved tensors of a layer that forward still saves if backward recomputes a part of the layer.
+
+    recomputed: the recomputed part: "core" (core attention), "layer" (all but the layer's input) or "" (nothing).
+    """
     if recomputed == "layer":
         return list(tensors[:1])
     return [tensor for tensor in tensors if not (recomputed and tensor.core)]

@@ -8,7 +8,7 @@ from minidist.tools.estimate.layout import Layout
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes that the names in a shape formula stand for; computes local shapes from formulas.
+    """Computes local shapes from shape formulas such as "b s/cp h", by the sizes that the names in them stand for.
 
     sizes: the full size by name. b: samples; s: tokens per sample; h: hidden size; heads: query heads; kv: key-value
     heads; d: head size; f: intermediate size of the feed-forward layer; vocab: vocabulary size; exchanged: query, key
@@ -23,7 +23,7 @@ class Dimensions:
 
     @classmethod
     def of_micro_batch(cls, layout: Layout, num_samples: int = 1) -> "Dimensions":
-        """The dimensions of a micro-batch of `num_samples` samples on a layout."""
+        """Make the dimensions of a micro-batch of `num_samples` samples, for a run with this layout."""
         model = layout.config.model
         sizes = {
             "b": num_samples,
@@ -42,7 +42,7 @@ class Dimensions:
         return dimensions
 
     def local_shape(self, formula: str) -> tuple[int, ...]:
-        """The shape, in elements, on one rank that a formula such as "b s/cp h" stands for.
+        """Return the shape, in elements, that a formula such as "b s/cp h" stands for on one rank.
 
         `minidist.validation` has checked that dimensions divide evenly. Only key-value heads may be fewer than tp
         ranks: each rank then has one whole head, so a size is rounded up.
@@ -50,7 +50,7 @@ class Dimensions:
         return tuple(self._local_size(word) for word in formula.split())
 
     def local_numel(self, formula: str) -> int:
-        """The number of elements on one rank of a tensor with the shape `formula`."""
+        """Return the number of elements of a tensor on one rank, given its shape as a formula such as "b s/cp h"."""
         return math.prod(self.local_shape(formula))
 
     def _local_size(self, word: str) -> int:

@@ -25,12 +25,12 @@ Operation = tuple[str, str, int, int]
 
 @dataclass(frozen=True)
 class LocalFlatParam:
-    """One flat parameter of a rank.
+    """A flat parameter of one rank: a buffer in which parameters are concatenated, so that ZeRO can shard it evenly.
 
     layout: its parameters and shards (`zero.plan`). replica_group: the name of the group spec over which ranks that
     have the same shard sum its gradient; None if no other rank has the shard. chunk: the number of the model chunk,
-    within the pipeline stage, whose backward completes the gradients. block: the number of the layer with which stage 3
-    gathers the flat parameter, or ROOT.
+    within the pipeline stage, whose backward completes the gradients. block: the number of the layer with which ZeRO
+    stage 3 gathers the flat parameter, or ROOT for parameters outside of all layers.
     """
 
     layout: FlatLayout
@@ -40,12 +40,15 @@ class LocalFlatParam:
 
 
 def uses_flat_params(layout: Layout) -> bool:
-    """Whether parameters are flattened: if anything is sharded or dtypes differ between kinds of tensors."""
+    """Return whether the run flattens its parameters: if ZeRO is on, or dtypes differ between kinds of tensors."""
     return layout.config.zero.stage > 0 or not layout.policy.uniform
 
 
 def plan_local_flat_params(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[LocalFlatParam]:
-    """Plan the flat parameters of a rank, in the order in which backward completes their gradients."""
+    """Return the flat parameters of global rank `rank`, in the order in which backward completes their gradients.
+
+    ranks_by_group: the process groups of every group spec (`RanksByGroup`).
+    """
     stage, config = layout.mesh.coords(rank)["pp"], layout.config
     parameters = {parameter.name: parameter for parameter in local_parameters(layout, stage)}
     planned = plan_flat_params(
@@ -94,9 +97,10 @@ def _completing_chunk(layout: Layout, stage: int, parameter: LocalParameter) -> 
 def local_model_states(
     layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], shard_index: int
 ) -> states.ModelStates:
-    """Compute the bytes of the model states just before an update, on a rank of a pipeline stage.
+    """Return the bytes of parameters, gradients, masters and optimizer states on one rank just before an update.
 
-    shard_index: the index of the ZeRO shard that the rank owns. The moments have no padding, and include AdamW's step
+    stage: the rank's pipeline stage. flat_params: the rank's flat parameters, [] where parameters are not flattened.
+    shard_index: the index of the ZeRO shard that the rank owns. Optimizer states are without padding, with AdamW's step
     counters, one float32 number per parameter.
     """
     optim, policy, parameters = layout.config.optim, layout.policy, local_parameters(layout, stage)
@@ -115,7 +119,7 @@ def local_model_states(
         reports = len(parameters) if layout.config.comm.gradients == "bucketed" else 0
         numel, element_bytes = sum(owned.values()), PRECISION_BYTES[policy.parameter]
         without_moments = states.ModelStates(numel * element_bytes, (numel + reports) * element_bytes, 0, 0)
-    moment_bytes = 0
+    moment_bytes = sum(owned.values()) * states.outer_bytes_per_element(layout.config.consistency, policy)
     for name, numel in owned.items():
         moments = states.moments_per_element(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
         step_counter = PRECISION_BYTES["fp32"] if moments == 2 else 0
@@ -123,15 +127,18 @@ def local_model_states(
     return dataclasses.replace(without_moments, moments=moment_bytes)
 
 
-def flat_param_operations(layout: Layout, flat_params: Sequence[LocalFlatParam], stage: int) -> Counter[Operation]:
-    """Count the collectives of a step that reduce flat gradients and gather flat parameters, on a rank of a stage.
+def flat_param_operations(
+    layout: Layout, flat_params: Sequence[LocalFlatParam], pipeline_stage: int
+) -> Counter[Operation]:
+    """Return how often a rank runs each collective that reduces flat gradients or gathers flat parameters in a step.
 
-    flat_params: the rank's flat parameters. Returns how often each `Operation` runs.
+    flat_params, pipeline_stage: of the rank. The keys are `Operation`: (group spec, operation, elements, bytes per
+    element).
     """
     zero, policy, operations = layout.config.zero, layout.policy, Counter()
     reduce, parameter = PRECISION_BYTES[policy.reduce], PRECISION_BYTES[policy.parameter]
     reductions = layout.config.train.micro_batches if zero.shards_gradients else 1
-    all_gathers = _count_all_gathers(layout, stage) if zero.stage == 3 else Counter({ROOT: 1})
+    all_gathers = _count_all_gathers(layout, pipeline_stage) if zero.stage == 3 else Counter({ROOT: 1})
     for flat in flat_params:
         if zero.stage:
             operations["grads", "reduce_scatter", flat.layout.numel, reduce] += reductions

@@ -29,7 +29,7 @@ _PARTITIONED = ("reduce_scatter", "all_to_all")  # a different part of the messa
 _BROADCAST_AT_START = ("outer", "grads", "replicas", "tensor", "activations")
 
 
-class TouchedSlots:
+class _TouchedSlots:
     """Counts the bytes that the ranks of a process group touch in its shared-memory slots of one size.
 
     group_size: the number of ranks in the group. slot_bytes: the size of a slot.
@@ -64,16 +64,16 @@ class TouchedSlots:
 
 
 def shared_segment_bytes(traffic: Traffic, rank: int) -> int:
-    """Return a rank's part of the bytes of shared memory, with the shm backend; 0 with any other backend.
+    """Return the shared memory, in bytes, that counts for this rank with the shm backend; 0 with any other backend.
 
-    The bytes are a proportional set size (PSS): a page that n processes have touched counts 1/n for each of them.
-    The backend `auto` means shm unless the device is CUDA.
+    The bytes are a proportional set size (PSS): a page that n processes have touched counts 1/n for each of them. The
+    backend `auto` means shm unless the device is CUDA.
     """
     config = traffic.layout.config
     backend, device = config.comm.backend, config.device
     if backend != "shm" and (backend != "auto" or device.startswith("cuda")):
         return 0
-    slots: dict[tuple[str, bool], TouchedSlots] = {}
+    slots: dict[tuple[str, bool], _TouchedSlots] = {}
     transfers: dict[str, int] = {}
     for spec, name, elements, element_bytes in _messages(traffic, rank):
         group, nbytes = traffic.group_ranks(spec, rank), elements * element_bytes
@@ -85,7 +85,7 @@ def shared_segment_bytes(traffic: Traffic, rank: int) -> int:
         local = elements // size if name in ("all_gather", *_PARTITIONED) else elements
         need = size * (local * element_bytes + ALIGN) if name in _PARTITIONED else local * element_bytes
         small = need <= SMALL_BYTES
-        touched_slots = slots.setdefault((spec, small), TouchedSlots(size, SMALL_BYTES if small else LARGE_BYTES))
+        touched_slots = slots.setdefault((spec, small), _TouchedSlots(size, SMALL_BYTES if small else LARGE_BYTES))
         if name in _PARTITIONED:
             longest = touched_slots.slot_bytes // size // ALIGN * ALIGN // element_bytes
             part_bytes = _round_to_pages(min(local, even_chunk_length(local, longest)) * element_bytes)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from minidist.config import OptimConfig, ZeroConfig
+from minidist.config import ConsistencyConfig, OptimConfig, ZeroConfig
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import PRECISION_BYTES, Policy
 from minidist.process_groups import first_and_last_stages
@@ -34,10 +34,10 @@ HEAD_PARAMETERS = (("model.norm.weight", "h", "sequence_parallel"), ("lm_head.we
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one tensor-parallel rank of a pipeline stage has it, before ZeRO shards it.
+    """A parameter with its size on one tensor-parallel rank of a pipeline stage, before ZeRO shards it.
 
-    numel: elements of the local shard; dimensions: 1 for a vector, 2 for a matrix; tp_sum_rule: over which
-    tensor-parallel ranks its gradient is summed (`TPSumRule`); stages: the pipeline stages that have the parameter.
+    numel: elements of the local shard. dimensions: 1 for a vector, 2 for a matrix. tp_sum_rule: over which
+    tensor-parallel ranks its gradient is summed (`TPSumRule`). stages: the pipeline stages that have the parameter.
     """
 
     name: str
@@ -48,7 +48,7 @@ class LocalParameter:
 
 
 def local_parameters(layout: Layout, stage: int) -> list[LocalParameter]:
-    """The parameters of a pipeline stage, in the model's order; all its tensor-parallel ranks have equal sizes."""
+    """Return the parameters of a pipeline stage, in the model's order, with their sizes on a tensor-parallel rank."""
     tied, sizes = layout.config.model.tie_embeddings, Dimensions.of_micro_batch(layout)
     chunks = layout.stage_chunks(stage)
     declared = (
@@ -73,14 +73,17 @@ def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...
 
 
 def count_parameter_tensors(model: ModelConfig) -> int:
-    """Count the parameter tensors of the whole model; an embedding tied to the head counts once."""
+    """Return the number of parameter tensors of the whole model; an embedding tied to the head counts once."""
     head = HEAD_PARAMETERS[: 1 if model.tie_embeddings else 2]
     return len(EMBEDDING_PARAMETERS) + model.num_layers * len(LAYER_PARAMETERS) + len(head)
 
 
 class FlatParamSize(NamedTuple):
-    """The size of a flat parameter. numel: elements, padding included; shard_numel: elements of a rank's shard, equal
-    to numel where nothing is sharded; moments: numbers that the optimizer keeps per element."""
+    """The size of a flat parameter (parameters concatenated in one buffer).
+
+    numel: elements, padding included. shard_numel: elements of one rank's shard, equal to numel if nothing is sharded.
+    moments: how many numbers the optimizer keeps per element.
+    """
 
     numel: int
     shard_numel: int
@@ -89,8 +92,11 @@ class FlatParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of the model states on one rank. masters: master weights, 0 where the optimizer updates the parameters
-    themselves; moments: the optimizer states."""
+    """Bytes of the model states on one rank.
+
+    masters: master weights, 0 where the optimizer updates the parameters themselves. moments: the optimizer states,
+    with DiLoCo's outer state.
+    """
 
     parameters: int
     gradients: int
@@ -99,34 +105,51 @@ class ModelStates:
 
     @property
     def total(self) -> int:
-        """Bytes of all model states together."""
+        """Bytes of parameters, gradients, masters and moments together."""
         return self.parameters + self.gradients + self.masters + self.moments
 
 
 def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
-    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal. moments: how many
-    numbers the optimizer keeps per element."""
+    """Return the size of a flat parameter of `numel` elements after padding it so that its `shards` shards are equal.
+
+    moments: how many numbers the optimizer keeps per element.
+    """
     shard_numel = -(-numel // shards)
     return FlatParamSize(shard_numel * shards, shard_numel, moments)
 
 
 def moments_per_element(optim: OptimConfig, *, hidden_matrix: bool) -> int:
-    """How many numbers the optimizer keeps per element. hidden_matrix: whether the parameter is a weight matrix of a
-    layer, for which Muon keeps one moment."""
+    """Return how many numbers the optimizer keeps per parameter element: 2 with AdamW, 1 or 0 with SGD.
+
+    hidden_matrix: whether the parameter is a weight matrix of a layer, for which Muon keeps one; else Muon keeps two.
+    """
     if optim.kind == "sgd":
         return 1 if optim.momentum else 0
     return 1 if optim.kind == "muon" and hidden_matrix else 2
 
 
+def outer_bytes_per_element(consistency: ConsistencyConfig, policy: Policy) -> int:
+    """Return the bytes of DiLoCo's outer state per element of the masters; 0 in the other modes of consistency.
+
+    The outer state is the parameters at the last merge and the outer momentum, both in at least float32.
+    """
+    return 2 * master_bytes_when_merged(policy) if consistency.mode == "diloco" else 0
+
+
+def master_bytes_when_merged(policy: Policy) -> int:
+    """Return the bytes of an element of the masters in a merge of replicas, which is in at least float32."""
+    return max(PRECISION_BYTES[policy.master or policy.state], PRECISION_BYTES["fp32"])
+
+
 def model_states(flat_params: Iterable[FlatParamSize], zero: ZeroConfig, policy: Policy) -> ModelStates:
-    """Bytes of the model states on one rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+    """Return the bytes of the model states on one rank, given its flat parameters, ZeRO stage and dtypes.
 
-    flat_params: the sizes of the rank's flat parameters; policy: the dtype of each kind of tensor.
+    flat_params: the sizes of the rank's flat parameters. policy: the dtype of each kind of tensor.
 
-    In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
-    `p + (a + m + s)/N`, or as stage 1 if gradients stay unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the
-    bytes of a parameter, accumulated gradient, master weight and all moments: 2, 2, 4 and 8 with fp16 throughout and
-    AdamW, together sixteen.
+    Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1. In bytes per element, with N shards: stage
+    0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2 `p + (a + m + s)/N`, or as stage 1 if gradients stay
+    unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the bytes of a parameter, accumulated gradient, master
+    weight and all moments: 2, 2, 4 and 8 with fp16 throughout and AdamW, together sixteen.
     """
     flat_params = list(flat_params)
     full, sharded = sum(flat.numel for flat in flat_params), sum(flat.shard_numel for flat in flat_params)

@@ -25,9 +25,9 @@ MAX_IN_FLIGHT = 2  # flat gradients
 class GradientAndBufferBytes(NamedTuple):
     """Bytes of gradients and of temporary buffers on one rank, at one time of a backward.
 
-    gradients: bytes of the gradients that stay until the update, as far as they are allocated at that time. buffers:
-    bytes that are freed before the update: computed gradients that wait until all gradients of their flat parameter are
-    computed, and flat gradients, or copies of them in the dtype of the reduction, whose reduction is in flight.
+    gradients: bytes of the gradients, allocated so far, that stay until the update. buffers: bytes that are freed
+    before the update: computed gradients that wait until all gradients of their flat parameter are computed, and flat
+    gradients, or copies of them in the dtype of the reduction, whose reduction is in flight.
     """
 
     gradients: int
@@ -35,13 +35,14 @@ class GradientAndBufferBytes(NamedTuple):
 
 
 class GradientAndBufferSizes:
-    """Computes how many bytes gradients and ZeRO's temporary buffers take on a rank, at each place of a step.
+    """Computes the bytes of gradients and of ZeRO's temporary buffers on one rank at any time of a step.
 
     flat_params: the rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
-    bytes of its gradients just before the update. accumulates: whether a step has more than one micro-batch.
+    bytes of the rank's gradients just before the update. accumulates: whether a step has more than one micro-batch.
 
-    In the methods, chunk: the number of the model chunk within the stage; place: the number of the layer whose backward
-    runs, or HEAD, EMBEDDING or DONE; num_ready: how many parameters there have their gradients.
+    Three arguments of the methods give the time. chunk: the number of the model chunk within the stage. place: the
+    number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many parameters of that layer
+    have their gradients.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class GradientAndBufferSizes:
     def gathered_parameter_bytes(
         self, chunk: int, place: int | str, forward: bool = False, prefetching: bool = True
     ) -> int:
-        """Bytes of the flat parameters that ZeRO stage 3 has gathered; 0 in other stages.
+        """Return the bytes of the flat parameters that ZeRO stage 3 has gathered at a time of a step; else 0.
 
-        forward: at the end of forward instead of in backward. prefetching: whether the next all-gather is in flight.
+        chunk: the model chunk of the stage. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or
+        DONE. forward: the time is the end of forward, not in backward. prefetching: the next layer's all-gather is in
+        flight too.
         """
         if self.zero.stage < 3:
             return 0
@@ -79,17 +82,17 @@ class GradientAndBufferSizes:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def gradient_bytes_before_backward(self) -> int:
-        """Bytes of the gradients that exist when a backward begins (the last one of the step, if there are several)."""
+        """Return the bytes of the gradients that exist when the last backward of a step begins."""
         return 0 if self._allocated_in_backward and not self.accumulates else self.gradient_bytes
 
     def gradient_and_buffer_bytes(
         self, chunk: int, place: int | str, num_ready: int, split_backward: bool = False
     ) -> GradientAndBufferBytes:
-        """Return the bytes of gradients and buffers at one moment of a chunk's backward.
+        """Return the bytes of gradients and of temporary buffers on a rank at one time of backward.
 
-        chunk, place, num_ready: the time, as in the class docstring: backward has computed the first `num_ready`
-        gradients of the module at `place`. split_backward: this backward leaves the gradients of weight matrices to a
-        later action (W).
+        chunk: the model chunk of the stage. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or
+        DONE. num_ready: how many parameters of that layer have their gradients. split_backward: this backward leaves
+        the gradients of weight matrices to a later action (W).
         """
         names = self._ready_gradients(chunk, place, num_ready)
         if split_backward:
@@ -115,10 +118,11 @@ class GradientAndBufferSizes:
     def bytes_while_filling_flat_gradient(
         self, chunk: int, flat_param_index: int, place: int | str, num_ready: int
     ) -> GradientAndBufferBytes:
-        """Return the bytes while one flat gradient of the chunk is filled and then sent.
+        """Return the bytes of gradients and temporary buffers while one flat gradient is filled and then sent.
 
-        flat_param_index: its index among the chunk's flat parameters. chunk, place, num_ready: the time (class
-        docstring).
+        chunk: the model chunk of the stage. flat_param_index: which of the chunk's flat parameters the flat gradient
+        belongs to. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many
+        parameters of that layer have their gradients.
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         before, flat = flat_params[:flat_param_index], flat_params[flat_param_index]
@@ -132,10 +136,12 @@ class GradientAndBufferSizes:
         )
 
     def launched_reductions(self, chunk: int, place: int | str, num_ready: int) -> list[LocalFlatParam]:
-        """Return the flat parameters whose gradient reduction has been launched at this time of the chunk's backward.
+        """Return the flat parameters whose gradient reduction has been launched at one time of a chunk's backward.
 
-        A reduction is launched once all gradients of the flat parameter are ready; in stage 3, once backward has also
-        left its layer; in stages 2 and 3 under a pipeline, once the backward of the chunk has ended.
+        place: the number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many parameters
+        of that layer have their gradients. A reduction is launched once all gradients of the flat parameter are ready;
+        in stage 3, once backward has also left its layer; in stages 2 and 3 under a pipeline, once the backward of the
+        chunk has ended.
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         if place == DONE:
@@ -208,17 +214,26 @@ class GradientAndBufferSizes:
 
     # -- after backward -----------------------------------------------------------------------------------------------
 
-    def wire_copy_bytes_after_backward(self) -> int:
-        """Bytes of flat gradients copied to the dtype of the reduction and still in flight when backward has ended."""
+    def reduce_dtype_copy_bytes_after_backward(self) -> int:
+        """Return the bytes of flat gradients' copies in the dtype of the reduction, still in flight after backward."""
         copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shards_gradients
         return sum(map(self._send_bytes, self.flat_params)) * copied
 
-    def optimizer_temporary_bytes(self) -> int:
-        """Bytes of the temporary tensors in the optimizer's update.
+    def merge_temporary_bytes(self) -> int:
+        """Return the bytes of the temporary tensors of a merge of replicas by local averaging or DiLoCo; else 0.
 
-        Where gradients or masters have another dtype, the update copies one shard at a time. Muon's orthogonalisation
-        takes six tensors of a matrix's size and a square one. Where matrices are sharded, Muon also takes about four
-        copies of this rank's shards, sent and received before and after the update.
+        They are a copy of the rank's masters, and under DiLoCo the outer gradient.
+        """
+        flat = [flat.layout.shard_numel for flat in self.flat_params] or [p.numel for p in self._parameters.values()]
+        tensors = {"local": 1, "diloco": 2}.get(self.layout.config.consistency.mode, 0)
+        return tensors * sum(flat) * states.master_bytes_when_merged(self.policy)
+
+    def optimizer_temporary_bytes(self) -> int:
+        """Return the bytes of the temporary tensors that the optimizer's update allocates.
+
+        Gradients or parameters of another dtype than the optimizer's are converted one shard at a time. Muon's
+        orthogonalisation takes six tensors of a matrix's size and a square one. Where matrices are sharded, Muon also
+        takes about four copies of this rank's shards, sent and received before and after the update.
         """
         policy, master_size = self.policy, PRECISION_BYTES[self.policy.master or self.policy.state]
         no_masters = policy.master is None and master_size != PRECISION_BYTES[policy.parameter]

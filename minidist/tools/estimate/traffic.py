@@ -23,7 +23,7 @@ from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_ow
 
 
 class Traffic:
-    """The collectives and transfers of one training step on every rank of a layout, and the bytes they send."""
+    """Models the collectives and transfers of one training step on every rank of a layout, and the bytes they send."""
 
     def __init__(self, layout: Layout):
         self.layout, mesh = layout, layout.mesh
@@ -34,7 +34,8 @@ class Traffic:
         self._flat_params = cache(self._plan_flat_params)
         self._model_operations = cache(self._list_model_operations)
         self._matrix_plan = cache(self._plan_matrices)
-        self._control = "replica" if layout.config.consistency.has_replicas else "control"
+        how = layout.config.consistency
+        self._control = "replica" if how.merges_replicas or how.is_asynchronous else "control"
 
     def flat_params(self, rank: int) -> list[LocalFlatParam]:
         """Return the flat parameters of global rank `rank`, in the order in which backward completes their gradients.
@@ -51,42 +52,45 @@ class Traffic:
         return shards.plan_local_flat_params(self.layout, self._groups, rank)
 
     def shard_index(self, rank: int) -> int:
-        """The index of the ZeRO shard that this rank owns; 0 without ZeRO."""
+        """Return the index of the ZeRO shard that global rank `rank` owns; 0 without ZeRO."""
         return self._groups["grads"][rank].index(rank) if self.layout.config.zero.stage else 0
 
     def group_ranks(self, spec: str, rank: int) -> Sequence[int]:
-        """The global ranks of the process group `spec` (a group spec's name) that contains `rank`, in group order.
+        """Return the global ranks of the process group that contains `rank`, in group order; empty if there is none.
 
-        Empty if `rank` is in no such group.
+        spec: the name of a group spec (the declaration of process groups for one purpose, such as "tensor").
         """
         return self._groups.get(spec, {}).get(rank, ())
 
     def operations(self, rank: int) -> Counter[Operation]:
-        """Return how often each collective and each send of a step runs on this rank, by `Operation`: (group spec,
-        operation, elements, bytes per element)."""
+        """Return how often `rank` runs each collective and each send in one step.
+
+        The keys are `Operation`: (group spec, operation, elements, bytes per element).
+        """
         coords = self.layout.mesh.coords(rank)
         model = self._model_operations(coords["pp"], tuple(self.layout.micro_batch_sizes(coords["dp"])))
         reductions = self._reduction_operations(coords["pp"], coords["tp"])
         if self.layout.config.consistency.mode == "central":
             reductions = self._list_central(rank)
+        if self.layout.config.consistency.is_asynchronous:
+            reductions = self._list_asynchronous(rank)
         return reductions + model + self._matrix_exchange(rank)
 
-    def merge_operations(self, rank: int) -> Counter[Operation]:
-        """Return how often each collective and each send runs on this rank in one merge of the model replicas, by
-        `Operation`.
+    def _replica_merge_operations(self, rank: int) -> Counter[Operation]:
+        """How often each collective and each send runs on this rank in one merge of the model replicas.
 
         A merge occurs every `consistency.h` steps, in addition to `operations`; empty if the run has no replicas to
         merge.
         """
         how, policy = self.layout.config.consistency, self.layout.policy
-        if not how.has_replicas:
+        if not how.merges_replicas:
             return Counter()
         coords = self.layout.mesh.coords(rank)
         numel = sum(parameter.numel for parameter in states.local_parameters(self.layout, coords["pp"]))
         if flat_params := self.flat_params(rank):
             shard = self.shard_index(rank)
             numel = sum(b - a for flat in flat_params for a, b in flat.layout.param_ranges(shard).values())
-        size, double = max(PRECISION_BYTES[policy.master or policy.state], 4), DTYPE_BYTES["float64"]
+        size, double = states.master_bytes_when_merged(policy), DTYPE_BYTES["float64"]
         operations = Counter([("outer", "all_reduce", 3, double)])  # tokens, whether to stop, whether files are written
         if how.mode == "gossip":
             replicas = len(self.group_ranks("outer", rank))
@@ -108,13 +112,26 @@ class Traffic:
             operations["grads", "send", sum(sizes) + len(sizes), element_bytes] += 1
         return operations
 
+    def _list_asynchronous(self, rank: int) -> Counter[Operation]:
+        """A message to the server and one from it, with a flag per parameter and one more; none in a pause."""
+        layout = self.layout
+        sizes = [parameter.numel for parameter in states.local_parameters(layout, 0)]
+        messages = layout.mesh.dp - 1 if rank == layout.config.consistency.server else 1
+        return Counter({("outer", "send", sum(sizes) + len(sizes) + 1, DTYPE_BYTES[layout.dtype]): messages})
+
     def wire_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by group spec, without a merge; groups of one rank are left out."""
+        """Return the bytes that `rank` sends in one step, by the name of the group spec.
+
+        Groups of one rank are left out, and so are the bytes of `replica_merge_bytes`.
+        """
         return self._sent_bytes(rank, self.operations(rank))
 
-    def merge_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that this rank sends in one merge of the model replicas, by group spec."""
-        return self._sent_bytes(rank, self.merge_operations(rank))
+    def replica_merge_bytes(self, rank: int) -> dict[str, int]:
+        """Return the bytes that `rank` sends in one merge of the model replicas, by the name of the group spec.
+
+        Replicas (local SGD, DiLoCo, gossip) are merged every `consistency.h` steps; {} if the run has no replicas.
+        """
+        return self._sent_bytes(rank, self._replica_merge_operations(rank))
 
     def _sent_bytes(self, rank: int, operations: Counter[Operation]) -> dict[str, int]:
         sent: Counter[str] = Counter()
@@ -137,7 +154,7 @@ class Traffic:
         if len(ranks) < 2:
             return Counter()
         plan = self._matrix_plan(tuple(ranks))
-        sent = sum(exchanged_elements(plan, ranks.index(rank)))
+        sent = sum(count_elements_sent_by_muon(plan, ranks.index(rank)))
         return Counter([("matrices", "send", sent, PRECISION_BYTES[policy.master or policy.state])])
 
     def _plan_matrices(self, ranks: Sequence[int]) -> MatrixPlan:
@@ -252,20 +269,20 @@ class Traffic:
             return operations
         position, elements = schedule.position(stage, chunk), sizes.local_numel(SHARDED_HIDDEN)
         for spec, neighbour in (("activations", position + 1), ("gradients", position - 1)):
-            if 0 <= neighbour < schedule.positions and schedule.owner(neighbour)[0] != stage:
+            if 0 <= neighbour < schedule.num_parts and schedule.owner(neighbour)[0] != stage:
                 operations[spec, "send", elements, DTYPE_BYTES[self.layout.dtype]] += 1
         return operations
 
 
-def exchanged_elements(plan: MatrixPlan, rank: int) -> tuple[int, int]:
-    """Return how many elements `rank` sends to other ranks in one update of all matrices by Muon.
+def count_elements_sent_by_muon(plan: MatrixPlan, rank: int) -> tuple[int, int]:
+    """Return how many elements `rank` sends to other ranks in one update of all matrices by Muon, as two numbers.
 
-    The first number counts elements of shards, sent to the rank that updates the matrix (its owner); the second counts
-    updated elements, sent back to the ranks that store shards of the matrix (its holders).
+    The first counts the elements of its shards, sent to the rank that updates the matrix (the owner); the second counts
+    updated elements, sent back to the ranks that store shards of the matrix (the holders).
     """
     shards = updates = 0
-    for name, holders in plan.holders.items():
-        if plan.owner[name] == rank:
+    for name, holders in plan.holders_by_matrix.items():
+        if plan.owner_by_matrix[name] == rank:
             updates += sum(shard.numel for other, shard in holders.items() if other != rank)
         elif rank in plan.sender_ranks(name):
             shards += holders[rank].numel

@@ -24,11 +24,11 @@ OWN_STORE_HINT = (
 
 
 def check_same_world_size(store: "Store", rank: int, size: int, timeout_s: float = 600.0) -> None:
-    """Collective: raise UserError unless all ranks were started with the same WORLD_SIZE, each with another RANK.
+    """Raise UserError unless all ranks were started with the same WORLD_SIZE and different RANKs. Collective.
 
-    Every rank but rank 0 compares its own variables with those of rank 0. store: a store that rank 0 serves for this
-    attempt alone. After an error on another rank, `agree_on_attempt` raises on rank 0, too. timeout_s: seconds to wait
-    for rank 0.
+    rank, size: this rank's RANK and WORLD_SIZE. Every other rank waits at most `timeout_s` seconds for rank 0's values
+    and compares them with its own; on rank 0 `agree_on_attempt` raises the error. store: a store that rank 0 serves for
+    this start of the job alone.
     """
     if rank == 0:
         store.set(_WORLD_SIZE, str(size))
@@ -46,12 +46,13 @@ def check_same_world_size(store: "Store", rank: int, size: int, timeout_s: float
 
 
 def agree_on_attempt(store: "Store", rank: int, size: int, timeout_s: float = 600.0, hint: str = OWN_STORE_HINT) -> str:
-    """Collective: return a name that only the `size` ranks of this attempt know.
+    """Return a key prefix that is new for this start of the job, the same on all of its `size` ranks. Collective.
 
-    Rank 0 chooses the name. Every other rank writes a request that is unique to its process, and waits for the answer
-    to this request, so it cannot take an answer from an earlier attempt for one of this attempt. Rank 0 may see
-    requests of an earlier attempt; it answers them too, and looks again until all ranks have confirmed.
-    Raises RunError, with `hint` as advice, if some rank has not answered or confirmed within `timeout_s` seconds.
+    torchrun may start all ranks again with the same store, which still has keys of the earlier attempt. Rank 0 chooses
+    the prefix. Every other rank writes a request that is unique to its process and waits for the answer to this
+    request, so it cannot read an answer from an earlier attempt. Rank 0 answers all requests, old ones too, until all
+    ranks have confirmed.
+    Raises RunError, with `hint` as advice, if a rank has not answered or confirmed within `timeout_s` seconds.
     """
     if rank > 0:
         request = uuid.uuid4().hex

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import RunError, UserError
-from minidist.tools.launch.function_reference import make_function_reference
+from minidist.tools.launch.function_reference import check_no_import_by_a_rank, make_function_reference
 from minidist.tools.launch.protocol import MessageSocket
 
 if TYPE_CHECKING:
@@ -32,14 +32,15 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.
 
 
 class RankServer:
-    """A process with torch loaded that forks ranks in milliseconds; a context manager that ends it. Not thread-safe.
+    """A server process with torch imported, which forks ranks in milliseconds. A context manager. Not thread-safe.
 
     env: environment variables set in the server, before it imports torch, and in the ranks.
-    method: "fork"; "spawn" starts new interpreters, in seconds instead of milliseconds, which CUDA and macOS need.
-    None: fork on Linux, else spawn; a job on CUDA uses "spawn" in any case.
+    method: "fork" or "spawn". "spawn" starts new interpreters, which takes seconds instead of milliseconds; CUDA and
+    macOS need it. None: "fork" on Linux, else "spawn". A job on CUDA always uses "spawn".
     preload: modules that the server imports for the ranks. torch's optimizers import torch._dynamo, which would take
-    each rank a second. Ranks use the preloaded modules, torch and minidist.comm as they were when the server started,
-    and everything else as it is when they start. The constructor does not wait for the server; the first job does.
+    each rank a second.
+    Ranks use preloaded modules, torch and minidist.comm as they were when the server started, and load everything else
+    when they start. The constructor does not wait for the server; the first job does.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RankServer:
     ):
         if method not in (None, "fork", "spawn"):
             raise UserError(f"method {method!r} is not known; possible are 'fork' and 'spawn'")
+        check_no_import_by_a_rank()
         self.env = dict(env or {})
         self.method = method or ("fork" if sys.platform == "linux" else "spawn")
         self._preload = tuple(preload)
@@ -67,14 +69,14 @@ class RankServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
+        """The process id of the server."""
         return self._process.pid
 
     def run(self, function: Callable, ranks: int, args: Sequence = (), **options) -> "Result":
-        """Run `function(world, *args)` on every rank, wait, and return the results: `start(...).wait()`.
+        """Run `function(world, *args)` on `ranks` new ranks; block until they have ended; return their results.
 
-        Raises RankFailure when a rank raised, died, deadlocked or missed the deadline; but if the only cause is a
-        UserError or RunError that ranks raised, it raises that error.
+        options: as for `start`. Raises RankFailure when a rank raised, died, deadlocked or missed the deadline; but if
+        the only cause is a UserError or RunError that ranks raised, raises that error.
         """
         return self.start(function, ranks, args, **options).wait()
 
@@ -96,23 +98,24 @@ class RankServer:
         clean_exit: bool = True,
         replacement: "Replacement | None" = None,
     ) -> "Job":
-        """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
+        """Start `function(world, *args, **kwargs)` on `ranks` new ranks of this machine; return the job at once.
 
         function: any function at the top level of a file. args, kwargs: equal for all ranks; they are pickled.
         backend: the backend of the default process group: "auto" (none for one rank, nccl if each rank has its own GPU,
         else shm), a name, or None for no process group.
         device: "cpu", "cuda" (one GPU per rank), "cuda:0" (one GPU for all ranks), "auto".
-        capture: collect what ranks print in `Result.output`; otherwise they write to this process's stdout and stderr.
-        deadline_s: kill the job after that many seconds; never if None. timeout_s: the time limit of each operation of
+        capture: collect the output of the ranks in `Result.output`; otherwise they write to this process's stdout and
+        stderr.
+        deadline_s: kill the job after that many seconds; None: never. timeout_s: the time limit of each operation of
         torch.distributed, in seconds.
-        hang_limit_s: kill a rank that runs or is stopped while others wait for it that many seconds; None: nine tenths
-        of timeout_s.
-        threads: the number of torch's threads per rank; None for `threads_per_rank`.
+        hang_limit_s: kill a rank that other ranks have awaited for that many seconds while it runs or is stopped; None:
+        nine tenths of timeout_s.
+        threads: the number of torch's threads per rank; None: `threads_per_rank`.
         live: return a `LiveJob`, whose ranks answer requests until they are killed; the function then gets a
-        `RankWorker` after the world, with which it answers them.
+        `RankWorker`, which answers them, as its second argument.
         clean_exit: whether ranks that have returned destroy their process group and run exit handlers before they end.
         replacement: replace ranks that die, instead of ending the job. The function then gets a world without process
-        group, and joins the others by `tools.recovery.membership.Membership`.
+        group, and joins the other ranks by `tools.recovery.membership.Membership`.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"the number of ranks is {ranks!r}; give a whole number of at least 1")
@@ -137,7 +140,6 @@ class RankServer:
             "path": list(sys.path),
             "argv": list(sys.argv),
         }
-        # Imported after the server has started, so that both processes import torch at the same time.
         from minidist.tools.launch.job import Job
 
         self.ensure_ready()
@@ -150,7 +152,7 @@ class RankServer:
         return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s, limit_s, replacement)
 
     def close(self) -> None:
-        """Kill all ranks and the server process."""
+        """Kill all ranks and the server process, and wait until they have ended."""
         if self._spawner is not None:
             self._spawner.close()
         for job in list(self._jobs.values()):
@@ -181,7 +183,7 @@ class RankServer:
         self._connection, self._is_ready, self._has_ended = MessageSocket(own_end), False, False
 
     def ensure_ready(self) -> None:
-        """Restart the server if it has died; block until it can start ranks. Raises RunError if it does not start."""
+        """Block until the server can start ranks; restart it if it has died. Raises RunError if it does not start."""
         if self._has_ended or self._process.poll() is not None:
             self._connection.socket.close()
             self._process.kill()
@@ -218,7 +220,10 @@ class RankServer:
 
 
 def launch(function: Callable, ranks: int, args: Sequence = (), *, env=None, method=None, **options) -> "Result":
-    """Run one job on a rank server of its own. Arguments: as for `RankServer` and `RankServer.start`."""
+    """Run `function(world, *args)` on `ranks` new ranks, with a `RankServer` for this call alone; return the results.
+
+    env, method: as for `RankServer`. options: as for `RankServer.start`. Raises the same errors as `RankServer.run`.
+    """
     with RankServer(env=env, method=method) as server:
         return server.run(function, ranks, args, **options)
 
@@ -233,7 +238,7 @@ def _pickle_arguments(function: Callable, arguments: tuple) -> bytes:
 
 
 def forward_signals(job: "Job", *signals: signal.Signals):
-    """Return a context manager that forwards these signals to all ranks of the job instead of handling them here."""
+    """Return a context manager inside which these signals go to all ranks of the job; this process ignores them."""
     return _SignalForwarding(job, signals)
 
 

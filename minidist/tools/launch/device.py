@@ -11,11 +11,12 @@ from minidist.tools.launch.gpus import format_too_few_gpus_message, has_own_gpu
 
 
 def choose_device(requested: str, local_rank: int, local_size: int) -> torch.device:
-    """Choose the device of a rank.
+    """Return the device for this rank.
 
-    requested: "cpu"; "cuda" for one GPU per rank; "cuda:0" for this GPU, shared by all ranks; "auto" for "cuda" if this
-    machine has a GPU per rank, else "cpu" (the first rank reports that GPUs are left unused). If the launcher shows
-    this process only one GPU, that GPU is chosen, whatever the local rank is (`has_own_gpu`).
+    requested: "cpu", "cuda" (one GPU per rank), "cuda:0" (this GPU for all ranks) or "auto", which means "cuda" if this
+    machine has a GPU per rank, else "cpu" (local rank 0 then prints that GPUs are left unused). If the launcher shows
+    this process only one GPU (see `has_own_gpu`), that GPU is chosen, whatever the local rank is. local_size: the
+    number of ranks on this machine.
     Raises UserError if CUDA is requested and there are too few GPUs.
     """
     if requested == "cpu":
@@ -40,13 +41,12 @@ def choose_device(requested: str, local_rank: int, local_size: int) -> torch.dev
 
 
 def choose_backend(requested: str | None, device: torch.device, requested_device: str, size: int) -> str | None:
-    """Choose the backend of the default process group of `size` ranks; None for no group.
+    """Return the backend for the default process group of `size` ranks; None for no process group.
 
-    requested: "auto", the name of a backend, or None; a name or None is returned as it is. device: of this rank.
-    requested_device: the argument of `choose_device`; "cuda:0", for example, means that all ranks share a GPU.
-
-    "auto": no group for one rank; nccl if every rank has its own GPU; else shm, which falls back to gloo if the ranks
-    are on several hosts; gloo if the system has no shared memory.
+    requested: "auto", or the backend to return, or None. "auto" means None for one rank, "nccl" if every rank has its
+    own GPU, and else "shm" on Linux (it falls back to gloo if the ranks are on several hosts), "gloo" on other systems.
+    device: this rank's device. requested_device: the argument of `choose_device`, such as "cuda:0" (all ranks share a
+    GPU).
     """
     if requested != "auto":
         return requested
@@ -58,8 +58,8 @@ def choose_backend(requested: str | None, device: torch.device, requested_device
 
 
 def prefer_gloo_loopback() -> None:
-    """Make gloo connect over the loopback interface, unless GLOO_SOCKET_IFNAME names another.
+    """Set GLOO_SOCKET_IFNAME to the loopback interface, unless it is set. All ranks must be on this machine.
 
-    All ranks must be on this machine. Otherwise gloo resolves the host name, which some machines cannot do.
+    Otherwise gloo resolves the host name, which some machines cannot do.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -28,16 +28,16 @@ Rendezvous = Callable[[Group | None], Group]
 
 
 class ElasticRanks:
-    """Processes numbered from 0 that form process groups repeatedly; a process that has died is missing in the next
-    group.
+    """Processes that form process groups again and again: a process that has died is missing in the next group.
 
-    function: called in each process as `function(number, rendezvous)`. rendezvous(group) closes the connections of
-    `group`, unless it is None, waits until every living process has called it, and returns their new process group:
-    gloo on this machine, ranks in the order of their numbers. on_group: called in this process with the numbers of the
-    members of each new group, before they learn of it; processes that it starts meet in the next group.
+    function: called in each process as `function(number, rendezvous)`; processes are numbered from 0. rendezvous(group)
+    closes the connections of `group`, unless it is None, waits until every living process has called it, and returns
+    their new process group: gloo on this machine, ranks in the order of their numbers. size: the number of processes to
+    start now. on_group: called in this process with the member numbers of each new group, before the group forms; a
+    process that `on_group` starts joins the next group.
 
-    groups: the numbers of the members of every group so far. values: by number, the values that processes have
-    returned. dead: the numbers of the processes that ended without returning.
+    groups: the member numbers of every group so far. values: for each number, the value that the process has returned.
+    dead: the numbers of the processes that ended without returning.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class ElasticRanks:
         self.values: dict[int, Any] = {}
         self.dead: list[int] = []
         for _ in range(size):
-            self.start()
+            self.start_process()
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process ids of the processes that still run, by the number given at their start (0, 1, ...)."""
+        """The process id of each process that still runs, by its number (0, 1, ...)."""
         return {number: self._processes[number].pid for number in list(self._pipes)}
 
     @property
-    def waiting(self) -> list[int]:
-        """The numbers of the processes that wait in the rendezvous."""
+    def processes_in_rendezvous(self) -> list[int]:
+        """The numbers of the processes that have called the rendezvous and wait for the other processes."""
         return sorted(self._waiting)
 
-    def start(self) -> int:
-        """Start one more process; return its number."""
+    def start_process(self) -> int:
+        """Start one more process, which joins the next group; return its number."""
         number = len(self._processes)
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(
@@ -80,16 +80,18 @@ class ElasticRanks:
         return number
 
     def serve(self, quiet_s: float = 60.0) -> Iterator[tuple[int, Any]]:
-        """Serve the rendezvous until all processes have ended; yield (number, value) of each process that returns.
+        """Form process groups until all processes have ended; yield (number, value) of each process that returns.
 
-        Raises TimeoutError if for `quiet_s` seconds no process has called the rendezvous, returned or died.
+        A group forms whenever all living processes have called the rendezvous. Raises TimeoutError if for `quiet_s`
+        seconds no process has called the rendezvous, returned or died.
         """
         quiet_for = 0.0
         while self._pipes:
             ready = wait(list(self._pipes.values()), _POLL_S)
             quiet_for = 0.0 if ready else quiet_for + _POLL_S
             if quiet_for > quiet_s:
-                raise TimeoutError(f"processes {sorted(self._pipes)} do not end; {self.waiting} wait in the rendezvous")
+                waiting = self.processes_in_rendezvous
+                raise TimeoutError(f"processes {sorted(self._pipes)} do not end; {waiting} wait in the rendezvous")
             for number, pipe in list(self._pipes.items()):
                 if pipe in ready and self._receive(number, pipe):
                     yield number, self.values[number]
@@ -97,8 +99,8 @@ class ElasticRanks:
                 self._form_group()
         self._store = None
 
-    def kill(self, number: int) -> None:
-        """Kill a process, as `kill -9` does."""
+    def kill_process(self, number: int) -> None:
+        """Kill the process with this number (0, 1, ...) by SIGKILL; do not wait for its end."""
         os.kill(self._processes[number].pid, signal.SIGKILL)
 
     def __enter__(self) -> "ElasticRanks":
@@ -131,7 +133,7 @@ class ElasticRanks:
     def _form_group(self) -> None:
         if self._store is None:
             self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        members = self.waiting
+        members = self.processes_in_rendezvous
         self.groups.append(members)
         self._waiting.clear()
         pipes = [self._pipes[number] for number in members]

@@ -7,10 +7,10 @@ from minidist.errors import UserError
 
 
 class RankEnvironment(NamedTuple):
-    """The place of a rank in the job, as torchrun's environment variables give it.
+    """The rank of this process and the size of its job, from torchrun's environment variables.
 
-    rank: from 0 to size - 1; size: the number of ranks of the job. local_rank, local_size: the rank's number and the
-    number of ranks on this machine. node_rank: the index of this machine.
+    rank: from 0 to size - 1. size: number of ranks of the job. local_rank: this rank's number on its machine, from 0.
+    local_size: number of ranks on this machine. node_rank: index of this machine, from 0.
     """
 
     rank: int
@@ -21,11 +21,11 @@ class RankEnvironment(NamedTuple):
 
 
 def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK from environment variables.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK; return them as a `RankEnvironment`.
 
-    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK and WORLD_SIZE take their place;
-    without GROUP_RANK this is the first machine.
-    Raises UserError when RANK or WORLD_SIZE is missing, a variable is no integer, or they contradict each other.
+    environ: the environment variables. Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK or
+    WORLD_SIZE is used instead; without GROUP_RANK the node rank is 0.
+    Raises UserError if RANK or WORLD_SIZE is missing, a variable is not an integer, or variables contradict each other.
     """
     rank, size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
     local_rank = read_integer(environ, "LOCAL_RANK", rank)
@@ -43,9 +43,9 @@ def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def read_integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read an environment variable as a non-negative integer; return the default if it is not set.
+    """Return the environment variable `name` as a non-negative integer; `default` if the variable is not set.
 
-    Raises UserError when it is not set and there is no default, or its value is not a non-negative integer.
+    Raises UserError if the variable is not set and there is no default, or is not a non-negative integer.
     """
     text = environ.get(name)
     if text is None and default is not None:

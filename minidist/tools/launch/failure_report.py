@@ -17,11 +17,10 @@ _MAX_WIDTH = 240
 
 
 def report_deaths(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | None]) -> RankFailure:
-    """Return the failure of a job in which ranks died.
+    """Return a RankFailure that reports which ranks of a job died, why, and what the other ranks were doing.
 
-    ranks: the handle of every rank. snapshots: the last status of every rank, read from its status page (shared memory
-    in which the rank records its current operation). Ranks that raised only because their connection to a dead rank
-    broke are reported as waiting.
+    ranks: the handle of every rank. snapshots: the last status of every rank (see `StatusPage`); None if unreadable. A
+    rank that raised only because its connection to a dead rank broke is reported as waiting.
     """
     dead = [number for number, rank in enumerate(ranks) if rank.has_died]
     lines = _merged_deaths({n: ranks[n] for n in dead})
@@ -40,10 +39,11 @@ def report_deaths(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | No
 
 
 def report_errors(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | None]) -> Exception:
-    """Return the failure of a job in which ranks raised: their UserError or RunError if that is the only cause.
+    """Return the exception that reports which ranks of a job raised what.
 
-    Otherwise a RankFailure. Errors that ranks raised because a connection to another rank broke are no causes. ranks:
-    the handle of every rank. snapshots: the last status of every rank (`report_deaths`).
+    This is the UserError or RunError of the ranks if it is the only cause, otherwise a RankFailure. Errors that ranks
+    raised because a connection to another rank broke are no causes.
+    ranks: the handle of every rank. snapshots: the last status of every rank (see `StatusPage`); None if unreadable.
     """
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     causes = [error for error in errors.values() if not error.is_connection_error]
@@ -64,9 +64,10 @@ def report_errors(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | No
 def report_missed_deadline(
     deadline_s: float, snapshots: Sequence[Snapshot | None], stacks: Mapping[int, str]
 ) -> RankFailure:
-    """Return the failure of a job that missed its deadline, with the status and the Python stack of each rank.
+    """Return a RankFailure that reports a job's missed deadline, with the status and the Python stack of each rank.
 
-    snapshots: the last status of every rank (`report_deaths`). stacks: stack dumps by rank.
+    deadline_s: the deadline in seconds after the start. snapshots: the last status of every rank (see `StatusPage`);
+    None if unreadable. stacks: the Python stack by rank, as text.
     """
     lines = [f"the ranks were not done after {deadline_s:g} s"]
     lines += describe_ranks(dict(enumerate(snapshots)))

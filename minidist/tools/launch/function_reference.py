@@ -17,9 +17,11 @@ from minidist.errors import RunError, UserError
 # multiprocessing's name for the main script of another process: its objects unpickle on both sides.
 MAIN_ALIAS = "__mp_main__"
 
+_files_being_imported: list[str] = []
+
 
 class FunctionReference(NamedTuple):
-    """Module and qualified name of a function, from which another process can load it.
+    """The module and the qualified name of a function, by which another process can import it.
 
     file: the source file to load; None if `module` can be imported by name.
     """
@@ -30,7 +32,10 @@ class FunctionReference(NamedTuple):
 
 
 def make_function_reference(function: Callable) -> FunctionReference:
-    """Make a reference by which a rank can load `function`. Raises UserError for lambdas and local functions."""
+    """Return a reference by which another process can import `function`.
+
+    Raises UserError for a lambda, a local function, or a function whose source is not in a file.
+    """
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
         raise UserError(
@@ -51,9 +56,9 @@ def make_function_reference(function: Callable) -> FunctionReference:
 
 
 def resolve_function(ref: FunctionReference) -> Callable:
-    """Load and return the function that a reference names; runs in the ranks.
+    """Import the function that `ref` names, in the process of a rank, and return the function.
 
-    Raises RunError when its file does not import or has no such function.
+    Raises RunError if the module cannot be imported or has no such function.
     """
     source = ref.file or ref.module
     try:
@@ -101,5 +106,18 @@ def _load(name: str, file: str):
     sys.modules[name] = module
     if name == MAIN_ALIAS:
         sys.modules["__main__"] = module
-    spec.loader.exec_module(module)
+    _files_being_imported.append(file)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _files_being_imported.pop()
     return module
+
+
+def check_no_import_by_a_rank() -> None:
+    """Raise RunError in a rank that is importing its function's file: starting ranks there would never end."""
+    if _files_being_imported:
+        raise RunError(
+            f"{_files_being_imported[-1]} starts ranks, and each rank imports the file: put what starts them under\n"
+            'if __name__ == "__main__":'
+        )

@@ -39,7 +39,7 @@ _GRACE_END_S = 10.0  # after the last result, for processes to exit
 
 @dataclass(frozen=True)
 class Result:
-    """What a job returned and printed, by rank.
+    """The return values and the output of all ranks of a job that has ended.
 
     values: the return value of each rank; None for a rank that died and was not replaced. output: the stdout and stderr
     of each rank, as one text; "" if not captured.
@@ -51,16 +51,21 @@ class Result:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The replacement of dead ranks: at most `max_restarts` times in all; after that a dead rank is not replaced, and
-    the job continues while at least `min_ranks` ranks are left."""
+    """How a job replaces ranks that die, instead of failing.
+
+    max_restarts: how many processes may be started as replacements, in all; later deaths leave a rank missing.
+    min_ranks: the job fails once fewer ranks than this are left.
+    """
 
     max_restarts: int
     min_ranks: int
 
 
 class Job:
-    """A function running on the ranks of a rank server, seen from the process that started it (`RankServer.start`).
+    """A function that runs on the ranks of a `RankServer`, seen from the process that started it.
 
+    Made by `RankServer.start`, which explains the other arguments. number: index of the job on this server. size:
+    number of ranks. bootstrap: the function and settings that are sent to every rank.
     There is no background thread: output, results and failures are processed only within `poll` and `wait`.
     """
 
@@ -92,7 +97,7 @@ class Job:
         self._store: Any = None  # served here if ranks are replaced, so that it outlives every rank
         server._jobs[number] = self
         self._selector.register(server._connection.socket, selectors.EVENT_READ, self._on_server_readable)
-        self._status_fd = create_shared_memory(PAGE_BYTES * size)
+        self._status_fd = _create_shared_memory(PAGE_BYTES * size)
         self._pages = mmap.mmap(self._status_fd, PAGE_BYTES * size)
         self._start_ranks(bootstrap)
 
@@ -109,8 +114,10 @@ class Job:
         return self._number not in self._server._jobs
 
     def wait(self) -> Result:
-        """Block until the job has ended; return the results. Raises the errors that `RankServer.run` raises: a
-        RankFailure, or the UserError or RunError that the ranks raised. Ctrl-C kills the ranks."""
+        """Block until the job has ended; return the values and the output of the ranks. Ctrl-C kills the ranks.
+
+        Raises RankFailure if ranks failed, or the UserError or RunError that ranks raised if that is the only cause.
+        """
         try:
             while not self.poll(1.0):
                 pass
@@ -137,22 +144,23 @@ class Job:
         self._server._send({"op": "signal", "job": self._number, "rank": rank, "signal": int(signal_number)})
 
     def stop(self, signal_number: int) -> None:
-        """Send all ranks a signal that asks them to end. May be called in a signal handler.
+        """Send all ranks a signal that asks them to end; return at once. May be called in a signal handler.
 
-        From now on the job fails as soon as a rank is found hung or stopped (SIGSTOP), since such a rank cannot end by
+        From now on the job fails as soon as a rank hangs or is stopped (SIGSTOP), since such a rank cannot end by
         itself.
         """
         self._is_stopping = True
         self.send_signal(signal_number)
 
     def kill(self) -> None:
-        """Kill all processes of the job and wait until they have ended."""
+        """Kill all ranks of the job and wait until they have ended. A later `wait` raises RankFailure."""
         self._end(RankFailure("killed", range(self.size), "the job was killed"))
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """Return the status of each rank, as its status page shows it; None if the rank was just writing the page.
+        """Return the current status of each rank, in rank order; None for a rank that is just updating its status.
 
-        Call it only while the job runs. A status page is shared memory in which a rank records its current operation.
+        The status is the operation that the rank runs or waits for (see `StatusPage`). Call this only while the job
+        runs.
         """
         pages = memoryview(self._pages)
         return [
@@ -160,14 +168,14 @@ class Job:
         ]
 
     def output(self, rank: int) -> str:
-        """Return the captured stdout and stderr of one rank so far."""
+        """Return the stdout and stderr of one rank so far, as one text; "" if not captured."""
         return self._ranks[rank].output
 
     def dump_stacks(self, timeout_s: float = 0.5, only_rank: int | None = None) -> dict[int, str]:
-        """Request the Python stacks of the living ranks; return them as texts by rank, innermost call first.
+        """Request and return the current Python stack of each living rank: text by rank, innermost call first.
 
-        timeout_s: seconds to wait for the stacks; the text of a rank that has sent none by then is "". only_rank:
-        request the stack of this rank alone; None for all ranks.
+        timeout_s: seconds to wait for the stacks; a rank that has sent none by then has "". only_rank: return the stack
+        of this rank alone; None: all ranks.
         """
         alive = {
             number: rank
@@ -178,7 +186,7 @@ class Job:
             rank.clear_stack()
         self.send_signal(signal.SIGUSR1, only_rank)
         end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s and not all(rank.stack_is_complete for rank in alive.values()):
+        while time.monotonic() < end_s and not all(rank.is_stack_complete for rank in alive.values()):
             self._process_events(0.02)
         return {number: rank.stack for number, rank in alive.items()}
 
@@ -192,7 +200,7 @@ class Job:
         port = store_socket.getsockname()[1]
         self._bootstrap = {**bootstrap, "size": self.size, "port": port}
         if self._replacement is not None:
-            self._store = serve_store(store_socket.detach(), port)
+            self._store = _serve_store(store_socket.detach(), port)
         for number in range(self.size):
             serves = number == 0 and self._store is None
             self._ranks.append(self._start_rank(number, (store_socket.fileno(),) if serves else ()))
@@ -239,7 +247,7 @@ class Job:
         self._members[number] = self.size + self._num_restarts
         self._num_restarts += 1
         self._ranks[number] = self._start_rank(number)
-        self._ranks[number].continue_output(rank)
+        self._ranks[number].take_over_output_of(rank)
         self._send_bootstrap(number)
 
     def _listen(self, file, read) -> None:
@@ -267,7 +275,7 @@ class Job:
         if message["event"] == "started":
             rank.pid = message["pid"]
         else:
-            rank.mark_ended(message["code"])
+            rank.drain_and_mark_ended(message["code"])
             if self._replacement is not None and rank.state == "running" and not self._is_ending:
                 self._replace_rank(message["rank"])
 
@@ -304,7 +312,7 @@ class Job:
         seen = {rank: snapshots[slot] for rank, slot in enumerate(slots)} if snapshots else {}
         found = find_awaited_ranks({rank: snapshot for rank, snapshot in seen.items() if snapshot is not None})
         awaited = {rank: waiting for rank, waiting in found.items() if rank in seen}  # not of a former generation
-        waited_s = self._hangs.update(awaited, now_s)
+        waited_s = self._hangs.seconds_awaited(awaited, now_s)
         waits = [(n, s.version) for n, s in enumerate(snapshots) if s is not None and s.state == "waiting"]
         self._waiting_since_s = {wait: self._waiting_since_s.get(wait, now_s) for wait in waits}
         longest_s = max((now_s - since_s for since_s in self._waiting_since_s.values()), default=0.0)
@@ -406,19 +414,19 @@ class Job:
         self._store = None
 
 
-def serve_store(listen_fd: int, port: int) -> Any:
-    """Serve a torch store in this process, on a socket that already listens; return it."""
+def _serve_store(listen_fd: int, port: int) -> Any:
+    """Serve and return a `TCPStore` in this process. listen_fd: a socket that already listens on `port`."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
 
 
-def create_shared_memory(n_bytes: int) -> int:
-    """Return the file descriptor of an anonymous file of `n_bytes` zeros, freed when the last process closes it."""
+def _create_shared_memory(num_bytes: int) -> int:
+    """Return the file descriptor of an anonymous file of `num_bytes` zeros, freed when the last process closes it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minidist-status")
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, n_bytes)
+    os.ftruncate(fd, num_bytes)
     return fd

@@ -11,10 +11,10 @@ from minidist.tools.launch.rank_handle import RankHandle
 
 
 class LiveJob(Job):
-    """A job whose ranks answer requests until they are killed. It detects deadlocks, but leaves killing to the caller.
+    """A job whose ranks stay alive and answer requests until they are killed. It detects deadlocks but kills no rank.
 
-    answers: the answers to the latest request so far, by rank. verdict: a detected deadlock, or operations that do not
-    match, because of which some ranks cannot answer; None if there is none.
+    Arguments as for `Job`. answers: the answer of each rank that has answered the latest request, by rank. verdict: a
+    detected deadlock or mismatch of operations, because of which ranks cannot answer; None if there is none.
     """
 
     def __init__(self, *args, **kwargs):
@@ -24,7 +24,10 @@ class LiveJob(Job):
         super().__init__(*args, **kwargs)
 
     def send_request(self, message: Any) -> None:
-        """Send a request, any picklable object, to every rank. All ranks must have answered the previous request."""
+        """Send a request, any picklable object, to every living rank; discard earlier answers and output.
+
+        All ranks must have answered the previous request. `poll` collects the answers in `answers`.
+        """
         self._request_number += 1
         self.answers, self.verdict = {}, None
         for rank in self._ranks:
@@ -35,7 +38,7 @@ class LiveJob(Job):
 
     @property
     def ranks(self) -> list[RankHandle]:
-        """The handle of each rank, in rank order."""
+        """The `RankHandle` of each rank, in rank order."""
         return self._ranks
 
     @property
@@ -45,27 +48,30 @@ class LiveJob(Job):
 
     @property
     def dead_ranks(self) -> list[int]:
-        """The ranks whose processes have died; if the rank server has died, all ranks."""
+        """The ranks whose processes have died; all ranks if the job has ended because the rank server died."""
         return [n for n, rank in enumerate(self._ranks) if rank.has_died or self.has_ended]
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """Return the status of each rank; None if its status page was being written or still shows the previous
-        request."""
+        """Return the current status of each rank in the latest request, in rank order.
+
+        None for a rank that is just updating its status, or whose status is still that of the previous request.
+        """
         seen = super().status_snapshots()
         return [None if s and s.state in ENDED and n not in self.answers else s for n, s in enumerate(seen)]
 
     def last_snapshots(self) -> dict[int, Snapshot]:
-        """Return the status of each rank, by rank, without the ranks that were just writing their status page."""
+        """Return the last status of each rank, by rank; ranks that are just updating their status are left out."""
         return {n: s for n, s in enumerate(super().status_snapshots()) if s is not None}
 
     def describe_deaths(self) -> str:
-        """Describe which ranks died, the cause of each death, and what the other ranks were doing."""
+        """Return a report of which ranks died, why, and what the other ranks were doing."""
         return str(self._failure or report_deaths(self._ranks, super().status_snapshots()))
 
     def interrupt_ranks(self, close_connections: bool = False) -> None:
         """Send SIGINT, as Ctrl-C does, to the ranks that have not answered the latest request.
 
-        close_connections: also make them close their connections, because a rank blocked in torch ignores SIGINT.
+        close_connections: also make these ranks close their connections, because a rank blocked in torch ignores
+        SIGINT.
         """
         for number in set(range(self.size)) - self.answers.keys():
             self.send_signal(signal.SIGINT, number)
@@ -73,7 +79,7 @@ class LiveJob(Job):
                 self.send_signal(signal.SIGUSR2, number)
 
     def drain_output(self) -> None:
-        """Read the output that ranks wrote before they answered or died."""
+        """Read all output that ranks have written so far into their handles, for instance after they have answered."""
         for rank in [] if self.has_ended else self._ranks:
             while rank.output_fd is not None and rank.read_output() and not rank.dropped_bytes:
                 pass

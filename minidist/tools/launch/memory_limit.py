@@ -11,7 +11,10 @@ _HEADROOM_BYTES = 64 << 20  # for a cell that begins at the limit: enough to del
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes of memory that are free on this machine or in this container; None if neither is known."""
+    """Return the free memory in bytes of this machine or container, whichever is less; None if unknown.
+
+    proc, cgroup: folders of the kernel's files, which tests replace.
+    """
     candidates = []
     for line in _read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -23,11 +26,11 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 
 
 class MemoryLimit:
-    """A limit of `extra_bytes` beyond the memory this process has at construction; `apply()` enforces it.
+    """A limit on how much memory this process may allocate in addition to what it has now; `apply()` enforces it.
 
-    local_ranks: number of ranks on this machine; if `extra_bytes` is None, each rank may take an equal part of the free
-    memory. The limit counts private writable memory (RLIMIT_DATA, Linux only), not address space that is merely
-    reserved, as threads and CUDA do by the gigabyte.
+    local_ranks: number of ranks on this machine. extra_bytes: the limit; None: this rank's part of 80 % of the free
+    memory, divided equally among the ranks of this machine, at least 1 GiB. Only private writable memory counts
+    (RLIMIT_DATA, Linux only), not address space that is merely reserved, as threads and CUDA do by the gigabyte.
     """
 
     def __init__(self, local_ranks: int, extra_bytes: int | None = None):
@@ -39,8 +42,10 @@ class MemoryLimit:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Return a context manager inside which allocations beyond the limit raise MemoryError, or in torch
-        RuntimeError."""
+        """Return a context manager inside which an allocation beyond the limit raises an error.
+
+        torch raises RuntimeError; Python raises MemoryError.
+        """
         if self.extra_bytes is None:
             yield
             return

@@ -14,7 +14,7 @@ _PERIOD_S = 1.0
 def die_with_parent(parent_pid: int) -> None:
     """Arrange that this process is killed when its parent ends: by prctl on Linux, elsewhere by a watching thread.
 
-    parent_pid: the expected parent; if it has ended already, this process is killed at once.
+    parent_pid: process id of the expected parent; if it has ended already, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -17,13 +17,13 @@ _MAX_FDS = 64
 
 
 class FrameParser:
-    """Splits a stream of received bytes into frames, each of which is a length and that many bytes, the body."""
+    """Splits a stream of received bytes into frames. A frame is an 8-byte length, then a body of that many bytes."""
 
     def __init__(self):
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Append received bytes; return the bodies of the frames that they complete."""
+        """Append received bytes; return the body of each frame that is now complete. Incomplete frames are kept."""
         self._bytes += data
         frames, offset = [], 0
         while len(self._bytes) - offset >= _LENGTH.size:
@@ -38,7 +38,7 @@ class FrameParser:
 
 
 class MessageSocket:
-    """A socket between client and rank server that carries JSON messages and file descriptors."""
+    """A socket between client and rank server, for JSON messages and file descriptors."""
 
     def __init__(self, sock: socket.socket):
         self.socket = sock
@@ -46,14 +46,17 @@ class MessageSocket:
         self._frames = FrameParser()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send a message and the file descriptors `fds`."""
+        """Send a message, a dictionary that JSON can represent, and the open file descriptors `fds`. Blocks."""
         body = json.dumps({**message, "fds": len(fds)}).encode()
         data = _LENGTH.pack(len(body)) + body
         sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
         self.socket.sendall(data[sent:])
 
     def receive(self) -> list[tuple[dict[str, Any], tuple[int, ...]]] | None:
-        """Read once; return the completed messages, each with its file descriptors, or None if the peer has ended."""
+        """Read from the socket once; return [(message, its file descriptors)] for each complete message.
+
+        Blocks until some bytes arrive. Returns None if the peer has ended.
+        """
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, _MAX_FDS)
         except ConnectionError:
@@ -66,14 +69,14 @@ class MessageSocket:
 
 
 def send_object(sock: socket.socket, message: Any) -> None:
-    """Send an object as one pickled frame; block until the peer has read it."""
+    """Send an object as one frame of pickled bytes; block until all bytes are in the socket."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     sock.sendall(_LENGTH.pack(len(body)))
     sock.sendall(body)
 
 
 def receive_object(sock: socket.socket) -> Any:
-    """Wait for one pickled frame; return the object. Raises EOFError when the peer has ended."""
+    """Block until an object from `send_object` has arrived; return it. Raises EOFError when the peer has ended."""
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
     return pickle.loads(_receive_exactly(sock, length))
 

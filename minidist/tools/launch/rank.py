@@ -27,10 +27,11 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 def main(server: int, control_fd: int, stack_fd: int, status_fd: int, listen_fd: int = -1) -> int:
-    """Run, as the main function of a rank process, the job that arrives on the control socket; return the exit code.
+    """Run a rank process: receive the function from the control socket, run it, send the result; return the exit code.
 
-    server: process id of the rank server. File descriptors: control_fd, the client's socket; stack_fd, for dumps of the
-    Python stack; status_fd, the shared status pages; listen_fd, on rank 0 a listening socket for the store.
+    server: process id of the rank server. control_fd: socket to the client. stack_fd: pipe for dumps of the Python
+    stack. status_fd: shared memory with the status pages of all ranks. listen_fd: on rank 0, a listening socket on
+    which it serves the store.
     """
     faulthandler.enable(file=stack_fd)  # after SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)

@@ -28,15 +28,15 @@ _INTERNAL_FOLDERS = (
 
 
 class RankHandle:
-    """One rank process, seen from the launcher: this side's ends of its socket and pipes, and the data received from
-    them.
+    """One rank process, seen from the launcher: its socket and pipes, and the data received through them.
 
-    state: "running" until the rank reports its end: "value" (it returned), "error" (it raised) or "exit" (sys.exit).
-    payload: the pickled return value, the `RankError` or the exit code of sys.exit, by state.
-    exit_code: the exit code of the process, None while it lives. is_left_out: whether the process has died and the job
-    continues without it.
-    answers: the answers that the rank's `RankWorker` has sent and the launcher has not processed.
-    hang_note: the reason for which the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
+    control: the socket for messages. output_fd: the pipe with stdout and stderr, None if the output is not captured.
+    stack_fd: the pipe with dumps of the Python stack.
+    state: "running" until the rank reports its end, then "value" (it returned), "error" (it raised) or "exit"
+    (sys.exit). payload: by state, the pickled return value, the `RankError` or the exit code of sys.exit. exit_code:
+    the exit code of the process, None while it lives. is_left_out: whether the process has died and the job continues
+    without it. answers: the answers to requests (see `RankWorker`) that have arrived and are not yet processed.
+    hang_note: why the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
     """
 
     def __init__(self, control: socket.socket, output_fd: int | None, stack_fd: int):
@@ -54,25 +54,25 @@ class RankHandle:
 
     @property
     def fds(self) -> list[int]:
-        """The file descriptors to read from: the rank's output, if it is captured, and its stack dumps."""
+        """The file descriptors to read from: the rank's output, if captured, and its stack dumps."""
         return [fd for fd in (self.output_fd, self.stack_fd) if fd is not None]
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
+        """Whether the rank's process has ended."""
         return self.exit_code is not None
 
     def send_bootstrap(self, bootstrap: dict) -> None:
-        """Send a new rank the function to run and its settings; block until the rank has read them."""
+        """Send a new rank the function to run and its settings, once, before any other message."""
         self._send(bootstrap)
         self.control.setblocking(False)
 
     def allow_exit(self) -> None:
-        """Tell a rank that has returned that it may end its process."""
+        """Tell the rank, which has returned from its function, that its process may end."""
         self.send_message("end")
 
     def send_message(self, message: Any) -> None:
-        """Send an object to a rank that waits for one; block until the rank has read it."""
+        """Send a picklable object to the rank. Blocks if the socket is full; does nothing if the rank has died."""
         self.control.setblocking(True)
         self._send(message)
         self.control.setblocking(False)
@@ -82,7 +82,10 @@ class RankHandle:
             send_object(self.control, message)
 
     def read_messages(self) -> bool:
-        """Process the messages that have arrived from the rank; return whether any had. Does not block."""
+        """Read the messages that have arrived from the rank into `state`, `payload` and `answers`. Does not block.
+
+        Returns False if nothing has arrived.
+        """
         if self._is_unreadable:
             return False
         try:
@@ -102,7 +105,7 @@ class RankHandle:
         return bool(data)
 
     def read_output(self) -> bool:
-        """Append the output that has arrived from the rank to `output`; return whether any had. Does not block."""
+        """Append the output that has arrived from the rank to `output`. Does not block; returns False if none has."""
         data = _read(self.output_fd)
         free_bytes = max(0, _MAX_OUTPUT_BYTES - len(self._output))
         self._output += data[:free_bytes]
@@ -110,13 +113,13 @@ class RankHandle:
         return bool(data)
 
     def read_stack_bytes(self) -> bool:
-        """Append the stack dump that has arrived from the rank to `stack`; return whether any had. Does not block."""
+        """Append the stack dump that has arrived from the rank to `stack`. Does not block; False if nothing has."""
         data = _read(self.stack_fd)
         self._stack += data
         return bool(data)
 
-    def mark_ended(self, exit_code: int) -> None:
-        """Record that the process has ended, after reading the data left in its socket and pipes."""
+    def drain_and_mark_ended(self, exit_code: int) -> None:
+        """Read the data left in the rank's socket and pipes, then record that the process has ended."""
         while self.read_messages():
             pass
         while self.output_fd is not None and self.read_output():
@@ -127,37 +130,37 @@ class RankHandle:
 
     @property
     def output(self) -> str:
-        """The text that the rank has printed since `clear_output`, at most 16 MiB and a note on the rest."""
+        """The stdout and stderr of the rank since `clear_output`: the first 16 MiB, and a note on what was dropped."""
         note = f"\n[{self._dropped_count} more bytes were not kept]" if self._dropped_count else ""
         return self._output.decode(errors="replace") + note
 
     @property
     def dropped_bytes(self) -> int:
-        """Number of bytes of output that were discarded since `clear_output`, because at most 16 MiB are kept."""
+        """Number of bytes of output since `clear_output` that were discarded: only the first 16 MiB are kept."""
         return self._dropped_count
 
     @property
     def output_bytes(self) -> int:
-        """Number of bytes printed since `clear_output`, those beyond the limit included."""
+        """Number of bytes of output since `clear_output`, with the discarded bytes."""
         return len(self._output) + self._dropped_count
 
-    def continue_output(self, former: "RankHandle") -> None:
-        """Put the output of a former process of this rank, which this process replaces, before this rank's output."""
+    def take_over_output_of(self, former: "RankHandle") -> None:
+        """Begin this rank's output with that of the dead process `former`, which this process replaces."""
         self._output, self._dropped_count = former._output, former._dropped_count
 
     def clear_output(self) -> None:
-        """Discard the output received so far, and reset the byte counts."""
+        """Discard the output received so far and set `output_bytes` and `dropped_bytes` to 0."""
         self._output.clear()
         self._dropped_count = 0
 
     @property
     def has_died(self) -> bool:
-        """Whether the process ended too early: without returning or raising, or before all ranks had returned."""
+        """Whether the rank's process ended too early: without a result, or before all ranks had returned."""
         return self.state == "exit" or self.has_ended
 
     @property
     def death_cause(self) -> str:
-        """How the process ended, as text, such as "died: killed by SIGKILL". Valid only if `has_died`."""
+        """How the rank's process ended, such as "died: killed by SIGKILL". Valid only if `has_died`."""
         if self._is_unreadable:
             return "died: its messages cannot be unpickled, so its code must have changed Python's own functions"
         exit_code = self.payload if self.state == "exit" else self.exit_code
@@ -172,7 +175,8 @@ class RankHandle:
     def crash_stack(self) -> str:
         """The Python stack at a fatal signal such as SIGSEGV, innermost call first; "" if there was none.
 
-        The first line says which thread it is: the main thread if a thread without Python code crashed (gloo's own).
+        If a thread without Python code crashed (one of gloo's, for instance), this is the stack of the main thread; the
+        first line says so.
         """
         dump = self._stack.decode(errors="replace").partition("Fatal Python error")[2]
         sections = dict(_DUMPED_THREAD.findall(dump))  # the main thread is last
@@ -185,7 +189,7 @@ class RankHandle:
 
     @property
     def abort_message(self) -> str:
-        """The message of an uncaught C++ exception, such as gloo's about mismatched sizes; "" if none was printed."""
+        """The message of an uncaught C++ exception, such as gloo's about mismatched sizes; "" if there was none."""
         printed = self._output.decode(errors="replace").partition("terminate called after")
         return "\n".join(f"{printed[1]}{printed[2]}".splitlines()[:2])
 
@@ -195,31 +199,32 @@ class RankHandle:
         return self.payload if self.state == "error" else None
 
     def clear_stack(self) -> None:
-        """Discard the stack dump, before another is requested."""
+        """Discard the stack dump received so far. Call this before requesting another."""
         self._stack.clear()
 
     @property
     def stack(self) -> str:
-        """The last stack dump, innermost call first, without the launcher's own frames."""
+        """The Python stack that the rank sent last, as text, innermost call first, without the launcher's frames."""
         lines = self._stack.decode(errors="replace").splitlines()[1:]
         return "\n".join(filter(_is_user_frame, lines))
 
     @property
-    def stack_is_complete(self) -> bool:
-        """Whether the dump has arrived down to its last line, the code that started the process (`python -c`)."""
+    def is_stack_complete(self) -> bool:
+        """Whether the whole stack dump has arrived: its last line is `python -c`, which started the process."""
         return b'"<string>"' in self._stack
 
     def close(self) -> None:
-        """Close this side's ends of the socket and the pipes."""
+        """Close this process's ends of the socket and the pipes to the rank."""
         self.control.close()
         for fd in self.fds:
             os.close(fd)
 
 
 def find_innermost_line(stack: str) -> str | None:
-    """Return the innermost line of a stack dump outside torch and the package's tools, as "file:line"; None if empty.
+    """Return the innermost "file:line" of a stack that is not in torch, `minidist.comm` or `minidist.tools`.
 
-    stack: a text like `RankHandle.stack`.
+    stack: text of a stack dump, innermost call first. If all its lines are in these packages, returns the innermost
+    line; None for an empty stack.
     """
     lines = [f"{file}:{line}" for file, line in _DUMPED_FRAME.findall(stack)]
     outside = [line for line in lines if not any(folder in line for folder in _INTERNAL_FOLDERS)]

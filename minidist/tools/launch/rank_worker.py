@@ -20,10 +20,10 @@ _TIMEOUT_S = 12 * 3600.0  # of an operation in a cell
 
 
 class RankWorker:
-    """Answers requests in the process of a rank that stays alive between them (in the launcher: `LiveJob`).
+    """The rank's end of a `LiveJob`: receives the launcher's requests in a rank process that stays alive between them.
 
-    meter: the traffic meter, which counts the bytes that this rank sends through any process group, also by raw
-    `torch.distributed` calls.
+    world: this rank's world. control: the socket to the launcher. meter: counts the bytes that this rank sends through
+    any process group, also by raw `torch.distributed` calls.
     """
 
     def __init__(self, world: World, control: socket.socket):
@@ -34,19 +34,18 @@ class RankWorker:
         world.backend = self._backend
 
     def receive_request(self) -> Any:
-        """Wait for the next request. Raises EOFError when the launcher has ended."""
+        """Block until the launcher sends the next request; return it. Raises EOFError when the launcher has ended."""
         return receive_object(self._control)
 
     def send_answer(self, payload: Any) -> None:
-        """Send the answer to the latest request, any picklable object."""
+        """Send the launcher the answer to the latest request, any picklable object."""
         send_object(self._control, ("answer", payload))
 
     def recreate_process_group(self, generation: int) -> Group:
-        """Collective: destroy torch's default process group and create a new one; return it as a `Group` over all
-        ranks.
+        """Destroy torch's default process group and create a new one; return it as a `Group` of all ranks. Collective.
 
-        generation: a number that is new in each call and equal on all ranks. Groups with aborted operations are kept,
-        because threads still wait in them.
+        generation: a number that is new in each call and equal on all ranks. Groups with aborted operations are kept in
+        memory, because threads still wait in them.
         """
         world = self.world
         if dist.is_initialized():
@@ -59,8 +58,10 @@ class RankWorker:
         return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=_TIMEOUT_S)["comm"]
 
     def close_connections(self) -> None:
-        """Shut every connection of the process groups, so that waits inside torch, which ignore signals, raise an
-        error. Call `recreate_process_group` next."""
+        """Close all connections of this rank's process groups, so that operations that wait in torch raise an error.
+
+        Such waits ignore signals. Call `recreate_process_group` next.
+        """
         port = self.world.store.port  # the store is needed again
         shut_down_connections(lambda sock: port in (sock.getsockname()[1], sock.getpeername()[1]))
 

@@ -13,7 +13,7 @@ from minidist.config import Config
 from minidist.data.corpus import Corpus
 from minidist.errors import DamagedError, UserError
 from minidist.fault import folders
-from minidist.tools.config_file import from_toml, parse_checkpoint_config
+from minidist.tools.config_file import parse_checkpoint_config, read_config_file
 from minidist.tools.launch.run_folder_guard import CONFIG, JOB, describe_config_changes, open_checked_run_folder
 from minidist.tools.launch.torchrun import read_job_name
 from minidist.train.resume import check_resumable
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 _FOLDER_KEY = "run_folder"
 
 
-def resumed_config(resume: Path) -> Config:
-    """Return the configuration of the run to resume, as the base for new options.
+def read_resumed_config(resume: Path) -> Config:
+    """Return the configuration saved in a checkpoint, with `checkpoint.resume` set to `resume` and no folder.
 
-    resume: a run folder, its folder of checkpoints, or a checkpoint. Raises UserError if there is no intact checkpoint.
+    resume: a checkpoint, or a run folder or a folder of checkpoints, of which the latest checkpoint is used. Raises
+    UserError if there is no intact checkpoint.
     """
     path = folders.latest_checkpoint(find_checkpoints_folder(resume))
     from minidist.fault import checkpoint
@@ -40,12 +41,14 @@ def resumed_config(resume: Path) -> Config:
 
 
 def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
-    """Return `config` with the run folder that this job used before torchrun restarted its ranks, if it did.
+    """Return `config`, on rank 0 with the run folder that this job used before torchrun restarted its ranks.
 
     torchrun restarts all ranks when one fails, or when a node joins. Rank 0 notes the folder in the store of torchrun's
     agent, which outlives the ranks, and the job's name, `--rdzv-id`, in the folder, which outlives the node. After a
-    restart it finds the folder by either, and the run resumes from its newest checkpoint. The trainer takes folder and
-    checkpoints from rank 0; other ranks change nothing here.
+    restart rank 0 finds the folder by either note, and the run resumes from its newest checkpoint. At the first start
+    rank 0 chooses and creates the folder. Before all this, rank 0 downloads the newest checkpoint of
+    `checkpoint.remote`, if any. Other ranks return `config` as it is: the trainer takes folder and checkpoints from
+    rank 0.
     """
     if world.rank > 0:
         return config
@@ -71,8 +74,10 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
 
 
 def fetch_remote_checkpoint(config: Config) -> None:
-    """Download the newest checkpoint of `--checkpoint.remote` if the run folder has no newer one, and print a note
-    about it."""
+    """Download the newest checkpoint of `--checkpoint.remote`, unless the run folder has one at least as new.
+
+    Prints a note on what was downloaded. Does nothing if `config.checkpoint.remote` is None.
+    """
     if config.checkpoint.remote is None:
         return
     from minidist.tools.remote import fetch_newer_checkpoint
@@ -97,12 +102,16 @@ def _find_folder(job: str, config: Config) -> Path | None:
         with contextlib.suppress(OSError):
             if (folder / JOB).read_text() == job:
                 before = folder / CONFIG
-                return None if before.exists() and describe_config_changes(from_toml(before), config) else folder
+                return None if before.exists() and describe_config_changes(read_config_file(before), config) else folder
     return None
 
 
 def check_resume(run: RunFolder, config: Config, corpus: Corpus) -> None:
-    """Raise UserError if `config` cannot continue from the checkpoint it would resume. Runs before any rank starts."""
+    """Raise UserError if `config` cannot continue from the checkpoint that the run would resume from.
+
+    Called before any rank starts. run: the run folder, with the checkpoints to try, newest first. corpus: the training
+    data.
+    """
     for path in run.checkpoints:
         from minidist.fault import checkpoint
 

@@ -9,6 +9,7 @@ from minidist.tools.console.reporter import RunReporter
 from minidist.tools.launch.run_folder_guard import RunFolderGuard
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.recovery.live_recovery import train_with_recovery
+from minidist.tools.replica_check import ReplicaCheckObserver
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.tools.trace.trace import TraceRecorder
 from minidist.train.observer import Observer
@@ -16,7 +17,7 @@ from minidist.train.trainer import train
 
 
 def train_and_report(world: World, config: Config) -> dict[str, Any]:
-    """Collective: train with all configured observers; return the summary.
+    """Train with the observers that `config` asks for; return the summary of the run. Collective.
 
     The observers show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also
     has the held-out losses of a unigram and a bigram model.
@@ -27,9 +28,9 @@ def train_and_report(world: World, config: Config) -> dict[str, Any]:
 
 
 def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
-    """Return the observers of a run, and its traffic meter, which counts the bytes sent.
+    """Return the observers that `config` asks for, and the run's meter, which counts the bytes that this rank sends.
 
-    The meter keeps times of single operations only if a trace is recorded, else totals.
+    The meter keeps times of single operations only if a trace is recorded, else only totals.
     """
     meter = Meter(keep=False) if config.trace.file is None else TimedMeter()
     observers: list[Observer] = []
@@ -38,6 +39,8 @@ def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
 
         observers.append(injector := FaultInjector(parse_fault(config.fault.inject)))
         meter = injector.meter
+    if config.fault.digest_every:
+        observers.append(ReplicaCheckObserver())
     if config.trace.file is not None:
         observers.append(TraceRecorder(config))
     if config.memory.file is not None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.fault import folders
-from minidist.tools.config_file import from_toml
+from minidist.tools.config_file import read_config_file
 from minidist.train.observer import Observer
 from minidist.train.run_folder import (
     AUTO,
@@ -39,16 +39,15 @@ _MUST_STAY = ("model", "data", "optim", "precision", "train")
 
 
 class RunFolderGuard(Observer):
-    """Refuses a run folder that belongs to another run, and locks it until the end of this run."""
+    """Observer of a run that refuses a run folder with another run's files, and locks the folder until the run ends."""
 
     def __init__(self, config: Config):
         self._config = config
         self._lock: RunLock | None = None
 
-    def check(self, folder: Path) -> None:
-        """Raise UserError if `folder` belongs to another run (`check_run_folder`) or a live run uses it; else lock
-        it."""
-        check_run_folder(dataclasses.replace(self._config, folder=folder))
+    def check_folder(self, folder: Path) -> None:
+        """Lock `folder`. Raises UserError if it belongs to another run or a live run uses it. Called on rank 0."""
+        _check_run_folder(dataclasses.replace(self._config, folder=folder))
         self._lock = RunLock(folder)
 
     def close(self) -> None:
@@ -58,12 +57,15 @@ class RunFolderGuard(Observer):
 
 
 def open_checked_run_folder(config: Config) -> RunFolder:
-    """Raise UserError if `check_run_folder` does; else choose and create the folder of this run (`open_run_folder`)."""
-    check_run_folder(config)
+    """Choose and create the folder for a run of `config`; return it.
+
+    Raises UserError if the run would mix its files with those of another run.
+    """
+    _check_run_folder(config)
     return open_run_folder(config)
 
 
-def check_run_folder(config: Config) -> None:
+def _check_run_folder(config: Config) -> None:
     """Raise UserError if a run of `config` would mix its files with those of another run in `config.folder`.
 
     If the folder has a run of the same configuration, this run may continue it. If it has a run of another
@@ -86,7 +88,7 @@ def check_run_folder(config: Config) -> None:
 
 
 class RunLock:
-    """A lock that keeps two live runs from writing to one run folder; acquired by the constructor, on rank 0.
+    """A lock on a run folder, which keeps other live runs from writing to it. The constructor acquires the lock.
 
     A POSIX record lock (fcntl(2)): it also works between the nodes of a network file system, a child process does not
     inherit it, and it is released when the process ends. Raises UserError, which names the owner, if another process
@@ -158,7 +160,7 @@ def _check_same_run(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run whose losses would differ from those of this configuration."""
     if not (folder / CONFIG).exists():
         return
-    changed = describe_config_changes(from_toml(folder / CONFIG), config)
+    changed = describe_config_changes(read_config_file(folder / CONFIG), config)
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise UserError(
@@ -168,9 +170,9 @@ def _check_same_run(folder: Path, config: Config) -> None:
 
 
 def describe_config_changes(before: Config, config: Config) -> list[str]:
-    """Compare the options that affect a run's losses: a line like `optim.lr 0.003 there, 0.001 here` per difference.
+    """Return a line like "optim.lr 0.003 there, 0.001 here" for each different option that affects a run's losses.
 
-    before: the earlier configuration ("there"). config: this run's ("here").
+    before: the earlier configuration ("there"). config: the configuration of this run ("here").
     """
     return [
         f"{section}.{field.name.replace('_', '-')} {was} there, {now} here"

@@ -31,8 +31,11 @@ _RANK_MODULES = (
 
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:
-    """Serve the client at the other end of socket `fd` until the client ends. method, preload: as for `RankServer`."""
-    server = ServerProcess(MessageSocket(socket.socket(fileno=fd)), method)
+    """Run a rank server for the client at the other end of socket `fd` until the client ends.
+
+    method: "fork" or "spawn", how ranks are started. preload: names of modules to import before the first fork.
+    """
+    server = _ServerProcess(MessageSocket(socket.socket(fileno=fd)), method)
     if method == "fork":
         for name in (*_RANK_MODULES, *preload):
             importlib.import_module(name)
@@ -46,7 +49,7 @@ def main(fd: int, method: str, preload: Sequence[str]) -> None:
     server.serve()
 
 
-class ServerProcess:
+class _ServerProcess:
     """Starts, signals and reaps the rank processes of one client."""
 
     def __init__(self, connection: MessageSocket, method: str):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
@@ -32,14 +32,15 @@ from minidist.tools.output_files import check_output_files
 from minidist.train import run_folder
 
 if TYPE_CHECKING:
+    from minidist.comm import World
     from minidist.tools.launch.job import Job, Replacement
 
 CPU_RANKS = 2
 _AGENT_SIGNAL_S = 2.0  # agents look for new nodes every 0.1 s
 
 
-class StoppedError(RunError):
-    """A signal ended the run before the current step was done; `exit_code` is 128 plus the signal's number."""
+class _StoppedError(RunError):
+    """A signal ended the run before the current step was done. exit_code: 128 plus the signal's number."""
 
     def __init__(self, number: int, message: str):
         super().__init__(message)
@@ -47,10 +48,10 @@ class StoppedError(RunError):
 
 
 def choose_default_ranks(config: Config) -> int:
-    """Return the number of ranks to start: as many as the mesh needs.
+    """Return the number of ranks to start if the user gives none: as many as the mesh needs.
 
-    If `config.mesh.dp` is None, the mesh has as many model replicas as fit on the GPUs of this machine (one rank per
-    GPU), or on two ranks if it has no GPU; at least one replica.
+    If `config.mesh.dp` is None, the mesh gets as many model replicas as fit on the GPUs of this machine (one rank per
+    GPU), or on two ranks without a GPU, but at least one replica.
     """
     mesh = config.mesh
     replica = max(1, mesh.pp * mesh.cp * mesh.tp)
@@ -68,9 +69,9 @@ def choose_ranks(config: Config, requested: int | None) -> int:
 
 
 def resolve_device(config: Config, ranks: int) -> str:
-    """Resolve `config.device` for `ranks` ranks of one machine: "cpu", "cuda" (a GPU each) or "cuda:N" (all on one).
+    """Return the device for `ranks` ranks of this machine: "cpu", "cuda" (one GPU per rank) or "cuda:N" (shared).
 
-    Raises UserError if the requested device or backend is not available.
+    Replaces "auto" in `config.device`. Raises UserError if the requested device or backend is not available.
     """
     requested, backend = config.device, config.comm.backend
     gpus = 0 if requested == "cpu" else count_gpus()
@@ -102,21 +103,21 @@ def resolve_device(config: Config, ranks: int) -> str:
 
 
 def start(config: Config, ranks: int | None, program: Callable | None = None, extra_args: Sequence = ()) -> None:
-    """Train on `ranks` new ranks of this machine, or as a rank that torchrun has started.
+    """Train on `ranks` new ranks of this machine, or as one rank if torchrun has started this process. Blocks.
 
-    ranks: `choose_default_ranks` if None.
+    ranks: None for `choose_default_ranks`; must be None under torchrun.
     program: the function that every rank runs, `program(world, config, *extra_args)`; None for the trainer.
-    Raises UserError before any rank starts if the run is impossible, RunError if it fails.
+    Raises UserError before any rank starts if the run is impossible, RunError if the run fails.
     """
     if is_under_torchrun():
         if ranks is not None:
             raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
-        train_under_torchrun(config, program, extra_args)
+        _train_under_torchrun(config, program, extra_args)
         return
-    train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
+    _train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
 
 
-def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
+def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
     """Train on new ranks of this machine. program, extra_args: as in `start`.
 
     Raises UserError before any rank starts if the run is impossible, RunError if it fails.
@@ -138,12 +139,8 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
             RankServer(method=None if device == "cpu" else "spawn", preload=preload) as server,
             _restore_cursor_after_error(),
         ):
-            from minidist.tools.launch.run import (
-                train_and_report,  # while the server imports torch, this process does too
-            )
-
             job = server.start(
-                program or train_and_report,
+                program or _train_and_report,
                 ranks,
                 (dataclasses.replace(config, folder=folder), *extra_args),
                 backend=config.comm.backend,
@@ -157,6 +154,13 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
+
+
+def _train_and_report(world: "World", config: Config) -> dict[str, Any]:
+    """Run the trainer. Only the ranks import it, and with it torch."""
+    from minidist.tools.launch.run import train_and_report
+
+    return train_and_report(world, config)
 
 
 def _make_replacement(config: Config) -> "Replacement | None":
@@ -184,15 +188,15 @@ def _wait(job: "Job", folder: Path) -> None:
     try:
         job.wait()
     except KeyboardInterrupt:
-        raise StoppedError(signal.SIGINT, f"ended at once. {run_folder.describe_last_checkpoint(folder)}") from None
+        raise _StoppedError(signal.SIGINT, f"ended at once. {run_folder.describe_last_checkpoint(folder)}") from None
     except RankFailure as failure:
         if received and failure.kind == "hang":
             last = run_folder.describe_last_checkpoint(folder)
             name = signal.Signals(received[0]).name
-            raise StoppedError(received[0], f"ended by {name}. {failure}\n{last}") from None
+            raise _StoppedError(received[0], f"ended by {name}. {failure}\n{last}") from None
         if received and _is_caused_by_signal(failure, received):
             name = signal.Signals(received[0]).name
-            raise StoppedError(received[0], f"ended by {name} before the first step; nothing was written.") from None
+            raise _StoppedError(received[0], f"ended by {name} before the first step; nothing was written.") from None
         last = run_folder.describe_last_checkpoint(folder)
         raise RunError(str(failure) if last in str(failure) else f"{failure}\n{last}") from failure
     finally:
@@ -217,7 +221,7 @@ def _restore_cursor_after_error() -> Iterator[None]:
         raise
 
 
-def train_under_torchrun(config: Config, program: Callable | None = None, extra_args: Sequence = ()) -> None:
+def _train_under_torchrun(config: Config, program: Callable | None = None, extra_args: Sequence = ()) -> None:
     """Train as one of the ranks that torchrun has started. program, extra_args: as in `start`.
 
     A signal to any rank stops all ranks. The ranks that have not received a signal then wait for the signal of their
@@ -232,14 +236,12 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
         )
     validate_options(config, read_world_size())
     resolve_device(config, read_local_world_size())
-    from minidist.tools.launch.run import train_and_report
-
     if is_restarted():  # an injected fault would meet every attempt
         config = dataclasses.replace(config, fault=dataclasses.replace(config.fault, inject=None))
     comm = config.comm
     with torchrun_world(config.device, comm.backend, comm.timeout_s, comm.hang_limit_s) as world:
         config = share_run_folder_across_restarts(world, config)
-        summary = (program or train_and_report)(world, config, *extra_args)
+        summary = (program or _train_and_report)(world, config, *extra_args)
     if summary and summary.get("stopped") and not summary.get("stop_signal"):
         # torchrun would take exit code 0 for the end of the run, and not start it again on the nodes that are left.
         time.sleep(_AGENT_SIGNAL_S)

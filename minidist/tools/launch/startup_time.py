@@ -9,11 +9,11 @@ from minidist.tools.launch.threads import usable_cores
 
 
 def do_nothing(world) -> None:
-    """Return at once: the job whose start-up time `main` measures."""
+    """Return at once. A job of this function takes only the start-up time that `main` measures."""
 
 
 def main(repetitions: int) -> None:
-    """Measure and print the start-up time, in seconds, of 1, 2 and 4 fresh ranks, each `repetitions` times."""
+    """Measure and print how many seconds a job of 1, 2 and 4 new ranks takes, each job `repetitions` times."""
     start_s = time.perf_counter()
     with RankServer() as server:
         server.run(do_nothing, 1)

@@ -12,11 +12,10 @@ from minidist.errors import UserError
 
 
 def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int:
-    """Return the threads of each rank: OMP_NUM_THREADS if it is set, else `max(1, cores // local_ranks)`.
+    """Return the number of threads for each rank: OMP_NUM_THREADS if set, else `max(1, cores // local_ranks)`.
 
-    local_ranks: number of ranks on this machine. cores: number of cores they share; `usable_cores()` if None.
-
-    Raises UserError when OMP_NUM_THREADS is not a positive number.
+    local_ranks: number of ranks on this machine. environ: the environment variables. cores: number of cores that the
+    ranks share; None: `usable_cores()`. Raises UserError if OMP_NUM_THREADS is not a positive number.
     """
     value = environ.get("OMP_NUM_THREADS")
     if value:
@@ -28,9 +27,10 @@ def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, 
 
 
 def usable_cores(affinity: int | None = None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores this process may use: its affinity mask, limited by the CPU quota of its cgroup.
+    """Return the number of cores that this process may use: its affinity mask, limited by the CPU quota of its cgroup.
 
-    affinity: number of cores in the mask; read from the system if None.
+    affinity: number of cores in the mask; None: read from the system. proc, cgroup: folders of the kernel's files,
+    which tests replace.
     """
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -48,14 +48,14 @@ def read_local_world_size() -> int:
 
 
 def is_restarted() -> bool:
-    """Return whether torchrun has restarted this rank, which it does with all ranks after one has failed."""
+    """Return whether torchrun has restarted the ranks, as it does with all ranks after one has failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def read_rendezvous_port() -> int:
-    """Return the rendezvous port, MASTER_PORT. Raises UserError if it is 0 (`--master-port 0`) or above 65535.
+    """Return MASTER_PORT, the port of the rendezvous. Raises UserError if it is 0 (`--master-port 0`) or above 65535.
 
-    With port 0 torchrun's own store takes a free port, but the ranks get the port 0 and would wait for it forever.
+    With port 0 torchrun's own store takes a free port, but the ranks get the number 0 and would wait forever.
     """
     port = read_integer(os.environ, "MASTER_PORT")
     if port == 0:
@@ -69,11 +69,10 @@ def read_rendezvous_port() -> int:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End this process with exit code `code`. A rank that has failed under torchrun skips the interpreter's clean-up.
+    """End this process with exit code `code`: at once if the rank failed under torchrun, else by `sys.exit`.
 
-    The clean-up takes seconds, in which C++ destructors wait for the other ranks. In that time these cannot distinguish
-    a rank that has reported its failure from one that has not (`wait_for_first_rank_report`), and torchrun waits as
-    well.
+    The interpreter's clean-up takes seconds, in which C++ destructors wait for the other ranks, and torchrun waits too.
+    So a failed rank runs only its exit handlers.
     """
     if code and is_under_torchrun():
         atexit._run_exitfuncs()
@@ -84,12 +83,12 @@ def end_rank(code: int) -> NoReturn:
 
 
 def read_job_name() -> str | None:
-    """Return the name of the job: torchrun's `--rdzv-id`, or the random one of `--standalone`; None without a name."""
+    """Return the job's name: torchrun's `--rdzv-id`, or the random name that `--standalone` sets; None if unset."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name == "none" else name
 
 
-class SigtermRecorder:
+class _SigtermRecorder:
     """Signal handler that only records SIGTERM; installed under torchrun until the rendezvous.
 
     torchrun sends SIGTERM to all ranks as soon as one has ended. If all ranks reject the same option, rank 0 must still
@@ -104,30 +103,31 @@ class SigtermRecorder:
 
 
 def defer_sigterm() -> None:
-    """Under torchrun, install the `SigtermRecorder`, so that SIGTERM is recorded and the process continues.
+    """Under torchrun, record SIGTERM instead of ending this process, until `torchrun_world` restores the default.
 
-    `torchrun_world` restores the previous handler, and installs the recorder again after an error.
+    torchrun sends SIGTERM to all ranks as soon as one has ended. If all ranks reject the same option, rank 0 must still
+    be able to print the message.
     """
     if is_under_torchrun():
-        signal.signal(signal.SIGTERM, SigtermRecorder())
+        signal.signal(signal.SIGTERM, _SigtermRecorder())
 
 
 def wait_for_first_rank_report() -> bool:
-    """Wait some seconds for rank 0, which may report the same error as this rank; return whether rank 0 has ended by
-    then.
+    """Wait some seconds for rank 0, which may report the same error as this rank; return whether rank 0 has ended.
 
-    torchrun sends SIGTERM to the other ranks when rank 0 ends.
+    torchrun sends SIGTERM to the other ranks when rank 0 ends. So this works only after `defer_sigterm`; otherwise it
+    returns False at once.
     """
     handler = signal.getsignal(signal.SIGTERM)
     has_agent = "TORCHELASTIC_RUN_ID" in os.environ  # which certainly sends it, but rank 0 may start much later
     end_s = time.monotonic() + (_AGENT_SIGTERM_S if has_agent else _FIRST_RANK_REPORT_S)
-    while isinstance(handler, SigtermRecorder) and not handler.is_received and time.monotonic() < end_s:
+    while isinstance(handler, _SigtermRecorder) and not handler.is_received and time.monotonic() < end_s:
         time.sleep(0.02)
-    return isinstance(handler, SigtermRecorder) and handler.is_received
+    return isinstance(handler, _SigtermRecorder) and handler.is_received
 
 
 def report_to_torchrun(message: str) -> None:
-    """Write an error message to the file from which torchrun reports failed ranks.
+    """Write an error message to the file that torchrun reads to report a failed rank; do nothing if it set no file.
 
     torch's own `record` decorator does so for uncaught exceptions.
     """
@@ -138,7 +138,7 @@ def report_to_torchrun(message: str) -> None:
 
 
 def was_reported_before(message: str) -> bool:
-    """Return whether this rank wrote this error message in an earlier attempt, before torchrun restarted the ranks.
+    """Return whether this rank reported the same error message before torchrun restarted the ranks.
 
     torchrun keeps the file of each attempt, as `.../attempt_0/0/error.json`.
     """
@@ -151,12 +151,12 @@ def was_reported_before(message: str) -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process prints messages for all ranks: it is rank 0, or torchrun did not start it."""
+    """Return whether this process prints the messages of the job: it is rank 0, or torchrun did not start it."""
     return not is_under_torchrun() or read_rank_text() == "0"
 
 
 def read_rank_text() -> str:
-    """Return RANK as the launcher set it, as text: it may be malformed."""
+    """Return the environment variable RANK as text, unchecked: it may not be a number."""
     return os.environ["RANK"]
 
 
@@ -164,10 +164,11 @@ def read_rank_text() -> str:
 def torchrun_world(
     device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0, hang_limit_s: float | None = None
 ) -> Iterator["World"]:
-    """Return a context manager for the world of a rank that torchrun started; its exit waits for all ranks.
+    """Return a context manager that connects this rank, started by torchrun, with the others; its value is the world.
 
-    device, backend, hang_limit_s: as for `RankServer.start`. timeout_s: the time limit of each operation, in seconds.
-    Raises UserError if the rank is unknown, the port is in use or the device is not available.
+    At its exit the ranks wait for each other. device, backend, hang_limit_s: as for `RankServer.start`. timeout_s: the
+    time limit of each operation of torch.distributed, in seconds. Raises UserError if the rank's environment variables
+    are wrong, the port is in use or the device is not available; RunError if the ranks cannot connect.
     """
     # Imported here, so that `is_under_torchrun` does not import torch.
     import torch
@@ -182,7 +183,7 @@ def torchrun_world(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's ranks would outlive it
     handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(handler, SigtermRecorder):
+    if isinstance(handler, _SigtermRecorder):
         if handler.is_received:
             raise SystemExit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -227,7 +228,7 @@ def torchrun_world(
     try:
         yield world
     except BaseException:
-        if isinstance(handler, SigtermRecorder):
+        if isinstance(handler, _SigtermRecorder):
             signal.signal(signal.SIGTERM, handler)
         world.status.record_end("failed")
         watchdog.stop()

@@ -10,7 +10,7 @@ _ROOMY = 10  # bars; with more, totals are written vertically and the parts of a
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text in decimal units: "1.5 kB"."""
+    """Return a number of bytes as text with a decimal unit, such as "1.5 kB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.3g} {unit}"
@@ -18,15 +18,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def bar_figure_size(num_ranks: int, num_bars: int) -> tuple[float, float]:
-    """Return the (width, height) in inches of a figure with `num_bars` readable bars for each of `num_ranks` ranks."""
+    """Return the (width, height) in inches of a figure that shows `num_bars` bars for each of `num_ranks` ranks."""
     return min(2.5 + 0.9 * num_ranks * num_bars, 14.0), 3.2 if num_ranks * num_bars <= _ROOMY else 4.5
 
 
 def draw_memory_bars(axes: "Axes", bars: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
-    """Draw a stacked bar of memory for each rank on `axes`, with a legend to its right.
+    """Draw stacked bars of memory on `axes`, one group of bars per rank, with a legend to the right.
 
-    bars: by name, such as "measured", the breakdown (kind to bytes) of every rank, in rank order. The bars of a rank
-    stand side by side; the bars of the second name are hatched. Each kind has one colour.
+    bars: by name, such as "measured", the memory of every rank, in rank order, as {kind of tensor: bytes}. The bars of
+    a rank stand side by side; those of the second name are hatched. Each kind has one colour.
     """
     ranks, width = len(next(iter(bars.values()))), 0.7 / len(bars)
     roomy = ranks * len(bars) <= _ROOMY

@@ -22,7 +22,7 @@ from minidist.train.engine import Engine
 from minidist.zero.flat_param import ShardedFlatParam
 from minidist.zero.reducer import ZeroReducer
 
-TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
+TensorLister = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
 class _WeakStorage(NamedTuple):
@@ -72,17 +72,18 @@ def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterat
 
 
 class PeakByKind(StoragePeak):
-    """Context manager that measures the peak memory of a rank's tensors and its breakdown by kind.
+    """Context manager that measures a rank's peak memory and how much of it each kind of tensor takes.
 
-    kinds: a function that takes nothing and returns the live tensors by kind ("parameters", ...), called by
-    `label_live_tensors`. Unlike with `StoragePeak`, these tensors count even if they were allocated before the context.
-    A storage listed under two kinds counts as the first. Tensors that recomputation keeps for backward or recomputes
-    count as activations.
+    list_tensors: a function without arguments that returns the live tensors by kind ("parameters", "gradients", ...).
+    These tensors count even if they were allocated before the context; a storage listed under two kinds counts as the
+    first. Tensors that autograd saves for backward, or recomputation keeps or recomputes, count as activations, all
+    others as buffers.
+    device: the device whose memory is measured; None: the CPU. After the context, `peak` is the `MemoryPeak`.
     """
 
-    def __init__(self, kinds: TensorsByKind, device: torch.device | None = None):
+    def __init__(self, list_tensors: TensorLister, device: torch.device | None = None):
         super().__init__(device)
-        self._kinds, self._context = kinds, contextlib.ExitStack()
+        self._list_tensors, self._context = list_tensors, contextlib.ExitStack()
 
     def __enter__(self) -> "PeakByKind":
         super().__enter__()
@@ -102,17 +103,17 @@ class PeakByKind(StoragePeak):
         StoragePeak.__exit__(self, *exception)
 
     def label_live_tensors(self) -> None:
-        """Record the kind of every live tensor that `kinds` returns.
+        """Call `list_tensors` and label the memory of the tensors that it returns with their kind.
 
-        The context calls this whenever autograd saves or uses a tensor and around an optimizer step; call it yourself
-        where tensors change kind or are freed in between.
+        The context does this by itself whenever autograd saves or uses a tensor, and around every optimizer step. Call
+        this where else tensors change kind or are freed.
         """
         self._mark(_labels(self._storages().values()))
 
     def _storages(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
         """Storage and kind, by identity; not by address, which changes when a storage is freed and allocated again."""
         storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
-        for kind, tensors in self._kinds().items():
+        for kind, tensors in self._list_tensors().items():
             for tensor in tensors:
                 if tensor is not None and tensor.device.type == self.device.type:
                     storage = tensor.untyped_storage()
@@ -134,16 +135,16 @@ class PeakByKind(StoragePeak):
         self._mark(saved | _labels(self._storages().values()))
 
 
-def tensors_by_kind(
+def make_tensor_lister(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, **further_kinds: Iterable[Tensor]
-) -> TensorsByKind:
-    """Return a function that returns the live tensors of a model and its optimizer by kind, for `PeakByKind`.
+) -> TensorLister:
+    """Return a function that returns the parameters, gradients and optimizer states that exist now, for `PeakByKind`.
 
-    further_kinds: other tensors by kind, such as masters=[...]; a storage that is also of another kind counts as the
-    further kind.
+    The function returns {kind: tensors}. further_kinds: other tensors by kind, such as masters=[...]; a storage that is
+    also of another kind counts as the further kind.
     """
 
-    def kinds() -> dict[str, Iterable[Tensor]]:
+    def list_tensors() -> dict[str, Iterable[Tensor]]:
         parameters = list(model.parameters())
         states = [value for state in optimizer.state.values() for value in state.values()]
         updated = [p for group in optimizer.param_groups for p in group["params"]]
@@ -154,26 +155,28 @@ def tensors_by_kind(
             "states": [value for value in states if isinstance(value, Tensor)],
         }
 
-    return kinds
+    return list_tensors
 
 
-def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
-    """Return a function that returns the live tensors of an engine by kind, for `PeakByKind`.
+def make_engine_tensor_lister(engine: Engine) -> TensorLister:
+    """Return a function that returns the live tensors of a training engine by kind, for `PeakByKind`.
 
-    The kinds are those of `minidist estimate`. Persistent flat parameters and flat gradients, or their shards, count as
-    parameters and gradients; flat buffers that exist only while they are gathered or reduced count as buffers; tensors
-    that a split backward keeps for weight gradients count as activations.
+    The kinds are those of `minidist estimate`. Flat parameters and gradients that persist, or their shards, count as
+    parameters and gradients, and DiLoCo's outer state as states; flat buffers that exist only while they are gathered
+    or reduced count as buffers; tensors that a split backward keeps for weight gradients count as activations.
     """
-    model_and_optimizer = tensors_by_kind(engine.model, engine.optimizer)
+    model_and_optimizer = make_tensor_lister(engine.model, engine.optimizer)
 
-    def kinds() -> dict[str, Iterable[Tensor]]:
+    def list_tensors() -> dict[str, Iterable[Tensor]]:
         tensors = model_and_optimizer()
         if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
             tensors = {**_zero_tensors_by_kind(engine.reducer), "states": tensors["states"]}
+        if engine.merger is not None:
+            tensors["states"] = [*tensors["states"], *(tensor for _, _, tensor in engine.merger.outer_states())]
         pipeline = engine.forward_backward.pipeline
         return tensors if pipeline is None else {**tensors, ACTIVATIONS: pipeline.weight_gradient_inputs()}
 
-    return kinds
+    return list_tensors
 
 
 def _zero_tensors_by_kind(reducer: ZeroReducer) -> dict[str, list[Tensor | None]]:
@@ -189,13 +192,15 @@ def _zero_tensors_by_kind(reducer: ZeroReducer) -> dict[str, list[Tensor | None]
     return tensors
 
 
-def measure_peak(step: Callable[[], object], kinds: TensorsByKind, device: torch.device | None = None) -> MemoryPeak:
-    """Run `step` and return its memory peak, with the tensors of `kinds` as in `PeakByKind`.
+def measure_peak(
+    step: Callable[[], object], list_tensors: TensorLister, device: torch.device | None = None
+) -> MemoryPeak:
+    """Call `step` and return the peak memory of this rank's tensors during the call.
 
-    device: the device whose memory is measured; the CPU if None. Run one step beforehand, so that the optimizer states
-    exist.
+    list_tensors: a function that returns the live tensors by kind (see `PeakByKind`). device: the device whose memory
+    is measured; None: the CPU. Run one step beforehand, so that the optimizer states exist.
     """
-    with PeakByKind(kinds, device) as measured:
+    with PeakByKind(list_tensors, device) as measured:
         step()
     return measured.peak
 

@@ -20,11 +20,12 @@ _SEGMENTS = ("/memfd:", "/dev/shm/")
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Peak memory of a rank, all in bytes.
+    """The measured peak memory of one rank, in bytes.
 
-    total: the peak of all tensors together. breakdown: this total by kind ("parameters", "activations", ...).
-    peak_by_kind: each kind's own peak, which may occur at another time. shared_segments: this rank's part of the mapped
-    shared memory, in addition to the tensors. allocator_peak: on CUDA, the peak that torch's allocator reports.
+    total: the peak of all tensors together. breakdown: the parts of this total by kind of tensor ("parameters",
+    "activations", ...). peak_by_kind: the peak of each kind alone, which may occur at another time. shared_segments:
+    this process's part of the shared memory that it maps, in addition to the tensors. allocator_peak: on CUDA, the peak
+    that torch's allocator reports; else None.
     """
 
     total: int
@@ -35,10 +36,10 @@ class MemoryPeak:
 
 
 class StoragePeak:
-    """Context manager that measures the peak memory, in bytes, of the tensors allocated within it.
+    """Context manager that measures the peak memory, in bytes, of the tensors that are allocated within it.
 
-    device: the device whose memory is measured; the CPU if None. After the context, `bytes` is the peak since the last
-    `reset_peak()` (without one, since the beginning), and `peak` the `MemoryPeak`. Raises RuntimeError if another torch
+    device: the device whose memory is measured; None: the CPU. After the context, `bytes` is the peak since the last
+    `reset_peak()`, or since the beginning, and `peak` the whole `MemoryPeak`. Raises RuntimeError if another torch
     profiler is active or becomes active: torch allows only one.
     """
 
@@ -58,7 +59,7 @@ class StoragePeak:
         return self
 
     def reset_peak(self) -> None:
-        """Ignore everything before this call when computing the peak."""
+        """Start anew: the peak of the context is the peak from this call on. Tensors that live now still count."""
         self._first_scan = len(self._scans)
         self._mark(None)
 
@@ -73,7 +74,7 @@ class StoragePeak:
             self.bytes = self.peak.total
 
     def _compute_peak(self) -> MemoryPeak:
-        history, first_event, seen = AllocationHistory(), 0, 0
+        history, first_event, seen = _AllocationHistory(), 0, 0
         for address, size, scan in self._events():
             if scan is None:
                 history.record_alloc(address, size) if size > 0 else history.record_free(address)
@@ -107,7 +108,7 @@ class StoragePeak:
                 yield 0, 0, int(event.name.removeprefix(self._MARK))
 
 
-class AllocationHistory:
+class _AllocationHistory:
     """The allocations and frees of a device's memory blocks in order, from which the peak is computed.
 
     events: (1 if allocated or -1 if freed, index of the block), in order. blocks: [kind, bytes] of each block; the kind
@@ -168,7 +169,10 @@ class AllocationHistory:
 
 
 def shared_segment_bytes() -> int:
-    """Return this process's part in bytes (PSS) of the shared-memory segments that it maps; 0 without /proc."""
+    """Return this process's part of the shared memory that it maps, in bytes; 0 if the system has no /proc.
+
+    Memory that n processes map counts as 1/n in each (the kernel's PSS).
+    """
     try:
         lines = (_SELF / "smaps").read_text().splitlines()
     except OSError:

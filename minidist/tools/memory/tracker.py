@@ -17,7 +17,7 @@ from minidist.config import Config
 from minidist.errors import format_ranks
 from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCost, estimate
 from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars, format_bytes
-from minidist.tools.memory.breakdown import PeakByKind, engine_tensors_by_kind
+from minidist.tools.memory.breakdown import PeakByKind, make_engine_tensor_lister
 from minidist.tools.memory.storages import MemoryPeak
 from minidist.tools.output_files import check_memory_files, write_atomically
 from minidist.train.agree import StepResult
@@ -29,29 +29,35 @@ _ALLOCATOR = "allocator's peak"
 
 
 class MemoryTracker(Observer):
-    """Observer of a run that measures the peak memory of one step on every rank, for `--memory FILE`."""
+    """Observer of a run that measures every rank's peak memory in one step and writes a chart (`--memory FILE`)."""
 
     def __init__(self, config: Config):
         self._config = config
         self._report: str | None = None
         self._measurement: tuple[MemoryPeak | None, str | None] | None = None
 
-    def check(self, folder: Path) -> None:
-        """Check the output files: raise UserError if the chart of `--memory` or its JSON exists or is not writable."""
+    def check_folder(self, folder: Path) -> None:
+        """Raise UserError if the chart of `--memory` or the JSON file beside it exists or is not writable.
+
+        folder: unused.
+        """
         check_memory_files(self._config)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Decide which step to measure: `--memory.step`, or without it the second step of this run."""
+        """Choose the step to measure: `--memory.step`, or the second step of this run if that is not set."""
         self._engine, self._group, self._done = trainer.engine, trainer.control, trainer.progress.step
         self._step = self._config.memory.step or self._done + 2
 
     @contextlib.contextmanager
     def step_context(self, trainer: Trainer) -> Iterator[None]:
-        """Measure the memory inside the context if the next step is the one to measure; else do nothing."""
+        """Return a context manager that measures the peak memory inside it, if the next step is the one to measure.
+
+        Before other steps the context does nothing.
+        """
         if trainer.progress.step + 1 != self._step:
             yield
             return
-        measured, failure = PeakByKind(engine_tensors_by_kind(self._engine), self._group.world.device), None
+        measured, failure = PeakByKind(make_engine_tensor_lister(self._engine), self._group.world.device), None
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(measured)
@@ -65,12 +71,15 @@ class MemoryTracker(Observer):
         self._measurement = (None, failure) if failure else (measured.peak, None)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Collective after the measured step: gather the measurements of all ranks; rank 0 writes them."""
+        """After the measured step, gather the peaks of all ranks; rank 0 writes the chart and a JSON file. Collective.
+
+        After other steps, does nothing.
+        """
         if self._measurement is not None:
             self._gather()
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Send `summary_line` to all observers as a note, which the console prints; do nothing if it is None."""
+        """Send `summary_line` as a note to all observers (the console prints it). Does nothing if it is None."""
         if self.summary_line is not None:
             trainer.send_note(self.summary_line)
 
@@ -93,7 +102,7 @@ class MemoryTracker(Observer):
 
     @property
     def summary_line(self) -> str | None:
-        """The text that `on_end` prints: the measurement, or why there is none. None on ranks other than rank 0."""
+        """The text to print at the end: a table of the measured memory, or why there is none. None except on rank 0."""
         if self._report is not None or self._group.rank:
             return self._report
         if self._step <= self._done:
@@ -102,12 +111,12 @@ class MemoryTracker(Observer):
 
 
 def measured_breakdown(peak: MemoryPeak) -> dict[str, int]:
-    """Return the bytes of a measured peak by kind (the kinds of `minidist estimate`), and of shared-memory segments."""
+    """Return a measured peak as {kind of tensor, or shared memory: bytes}, with the kinds of `minidist estimate`."""
     return {kind: peak.breakdown.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.shared_segments}
 
 
 def estimated_breakdown(cost: RankCost) -> dict[str, int]:
-    """Return the bytes of an estimated peak by kind, and of shared-memory segments."""
+    """Return a rank's estimated peak as {kind of tensor, or shared memory: bytes}, like `measured_breakdown`."""
     return cost.peak_breakdown | {SHARED_MEMORY: cost.shared_segment_bytes}
 
 
@@ -141,7 +150,7 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], cost
 
 
 def format_memory_table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
-    """Return a text table of the rank with the highest peak: measured and estimated memory, a line for each kind.
+    """Return a table of measured and estimated bytes by kind of tensor, of the rank with the highest measured peak.
 
     step, device: the measured step and its device type, for the heading. peaks, costs: measurement and estimate of
     every rank, in rank order.
@@ -163,10 +172,11 @@ def format_memory_table(step: int, device: str, peaks: Sequence[MemoryPeak], cos
 def draw_memory_chart(
     step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost], file_format: str
 ) -> bytes:
-    """Return the bytes of a picture file: a bar chart of every rank's measured and estimated memory.
+    """Return a bar chart of every rank's measured and estimated memory by kind of tensor, as bytes of a picture file.
 
-    With more than 16 ranks, only the rank with the highest peak of each pipeline stage is drawn. Arguments as for
-    `format_memory_table`; file_format: such as "png".
+    step, device: the measured step and its device type, for the title. peaks, costs: measurement and estimate of every
+    rank, in rank order. file_format: such as "png". With more than 16 ranks, the chart shows only the rank with the
+    highest peak of each pipeline stage.
     """
     from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook user's choice
 

@@ -31,11 +31,12 @@ def sent_elements_by_algorithm(
     root: int = 0,
     splits: Sequence[int] | None = None,
 ) -> int:
-    """Return how many elements `rank` sends in one operation that is carried out by `algorithm`.
+    """Return how many elements `rank` sends in one collective if it runs by `algorithm`. Exact, for uneven chunks too.
 
-    algorithm: one of `IMPLEMENTED_ALGORITHMS[operation]`. numel: as in `sent_elements`; for "parameter_server_step",
-    the number of elements of the parameters. The other arguments are those of `sent_elements`.
-    Raises ValueError if the operation has no such algorithm.
+    algorithm: one of `IMPLEMENTED_ALGORITHMS[operation]`. rank: group rank. numel: elements of the tensor of
+    all_reduce, reduce and broadcast; of the full input of reduce_scatter and all_to_all; of the full output of
+    all_gather; of the parameters for "parameter_server_step". root: group rank of the root. splits: elements this rank
+    sends to each rank in all_to_all; None: equal parts. Raises ValueError if the operation has no such algorithm.
     """
     if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
         known = "; ".join(f"{operation}: {', '.join(names)}" for operation, names in IMPLEMENTED_ALGORITHMS.items())
@@ -83,9 +84,10 @@ def _sent_by_halving_doubling(operation: str, algorithm: str, numel: int, group_
 
 
 def sent_elements_hierarchical(numel: int, num_nodes: int, ranks_per_node: int, rank: int) -> int:
-    """Return how many elements `rank` sends in a hierarchical all-reduce of `numel` elements.
+    """Return how many elements global rank `rank` sends in a hierarchical all-reduce of `numel` elements.
 
-    Consecutive ranks are on the same node: node i has the ranks from `i * ranks_per_node` on.
+    Node i has the ranks from `i * ranks_per_node` on. The ranks of a node reduce-scatter, ranks of equal local rank
+    all-reduce their shards between the nodes, and the ranks of a node all-gather.
     """
     node, local_rank = divmod(rank, ranks_per_node)
     inside = sent_elements("reduce_scatter", numel, ranks_per_node, local_rank) + sent_elements(

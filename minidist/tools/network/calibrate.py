@@ -26,11 +26,12 @@ _STEPS = 50
 
 @dataclass(frozen=True)
 class TimedOperation:
-    """One operation timed at one size.
+    """A measured time: one operation on one tensor size.
 
-    name, algorithm: as in `collective_cost`, or `BACKEND` as the algorithm; or the name "round" (every rank sends to
-    the next) or "add" (an addition on each rank), without an algorithm. group_size: number of ranks. num_bytes: size of
-    the tensor, as `collective_cost` counts it. seconds: of the slowest rank, the median of the repetitions.
+    name: a collective, "round" (every rank sends to the next) or "add" (an addition on each rank). algorithm: the
+    collective's, as in `collective_cost`; `BACKEND` for the backend's own; "" for "round" and "add". group_size: number
+    of ranks. num_bytes: size of the tensor, as in `collective_cost`. seconds: time of the slowest rank, median of the
+    repetitions.
     """
 
     name: str
@@ -41,7 +42,7 @@ class TimedOperation:
 
     @property
     def cost(self) -> Cost:
-        """The cost model's counts for this operation."""
+        """How many rounds, bytes sent and bytes reduced the cost model counts for this operation."""
         if self.name == "round":
             return Cost(1, self.num_bytes)
         if self.name == "add":
@@ -50,9 +51,10 @@ class TimedOperation:
 
 
 def modelled_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
-    """Return the cost of a collective, as `collective_cost` does.
+    """Return the modelled cost of a collective, as `collective_cost` does, also for algorithm `BACKEND`.
 
-    algorithm: one of the package, or `BACKEND` for the backend's collective, which is modelled as the meter does.
+    `BACKEND`, the backend's own algorithm, is modelled as a binomial tree for a broadcast, as pairwise exchange for an
+    all_to_all, and as a ring otherwise.
     """
     if algorithm != BACKEND:
         return collective_cost(operation, algorithm, group_size, num_bytes)
@@ -62,10 +64,10 @@ def modelled_cost(operation: str, algorithm: str, group_size: int, num_bytes: fl
 
 
 def measure_collectives(group: Group, sizes_bytes: Sequence[int], repeats: int) -> list[TimedOperation]:
-    """Collective: time every operation at every size on the ranks of the group; return the same timings on every rank.
+    """Time every collective by each of its algorithms at every size; return the same times on all ranks. Collective.
 
-    sizes_bytes: sizes of the tensors, which are rounded up to whole chunks. repeats: how often each case is timed,
-    after a warm-up that is not. All cases run once per repetition, so other load on the machine affects all equally.
+    sizes_bytes: sizes of the tensors, rounded up to whole chunks. repeats: how often each case is timed, after one
+    warm-up. Every repetition runs all cases once, so other load on the machine affects all of them equally.
     """
     unit = 4 * group.size
     sizes_bytes = [-(-n // unit) * unit for n in sizes_bytes]
@@ -108,11 +110,10 @@ def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]
 
 
 def fit_link(samples: Iterable[TimedOperation]) -> Link:
-    """Fit the cost model: return the link with the least sum of |modelled / measured - 1| over the samples.
+    """Return the latency, seconds per byte sent and seconds per byte reduced that explain the measured times best.
 
-    Least absolute errors by iteratively reweighted least squares. alpha, beta and gamma are never negative; one that
-    the samples do not determine is 0.
-    Raises ValueError without samples.
+    They minimise the sum of |modelled / measured - 1| over the samples, by iteratively reweighted least squares. No
+    figure is negative; a figure that the samples do not determine is 0. Raises ValueError without samples.
     """
     samples = list(samples)
     if not samples:
@@ -143,7 +144,10 @@ def _least_absolute(rows: np.ndarray) -> np.ndarray:
 
 
 def fit_link_to_primitives(samples: Iterable[TimedOperation]) -> Link:
-    """Return the link fitted to the "round" and "add" samples alone; it predicts algorithms that have never run."""
+    """Return the link fitted as by `fit_link`, but to the "round" and "add" samples alone.
+
+    Such a link predicts the time of algorithms that have never run.
+    """
     samples = list(samples)
     line = fit_link(sample for sample in samples if sample.name == "round")
     # The overhead of the call dominates small additions: gamma comes from the larger half of the sizes.
@@ -152,6 +156,6 @@ def fit_link_to_primitives(samples: Iterable[TimedOperation]) -> Link:
 
 
 def relative_errors(samples: Iterable[TimedOperation], link: Link) -> list[float]:
-    """Return |modelled / measured - 1|, on `link`, of each sample whose modelled cost is not zero."""
+    """Return |modelled / measured - 1| of each sample, with the modelled time on `link`; skips samples of zero cost."""
     samples = [sample for sample in samples if sample.cost != ZERO_COST]
     return [abs(sample.cost.seconds(link) / sample.seconds - 1) for sample in samples]

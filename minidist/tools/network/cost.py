@@ -17,9 +17,9 @@ from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
 
 @dataclass(frozen=True)
 class Link:
-    """Parameters of the cost model.
+    """The speed of a network link, as parameters of the cost model.
 
-    alpha_s: latency of an empty message in seconds. beta_s: seconds per byte sent. gamma_s: seconds per byte reduced.
+    alpha_s: latency of a message, in seconds. beta_s: seconds per byte sent. gamma_s: seconds per byte reduced.
     """
 
     alpha_s: float
@@ -29,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a collective costs, as counts on its critical path: rounds, bytes sent, bytes reduced."""
+    """The cost of a collective, as counts on its critical path: rounds of messages, bytes sent, and bytes reduced."""
 
     num_rounds: float
     sent_bytes: float
@@ -46,7 +46,7 @@ class Cost:
         return Cost(self.num_rounds * times, self.sent_bytes * times, self.reduced_bytes * times)
 
     def seconds(self, link: Link) -> float:
-        """Modelled time on `link`."""
+        """Return the modelled time of this cost on `link`, in seconds."""
         return self.num_rounds * link.alpha_s + self.sent_bytes * link.beta_s + self.reduced_bytes * link.gamma_s
 
 
@@ -54,10 +54,11 @@ ZERO_COST = Cost(0, 0)
 
 
 def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
-    """Return the cost of one operation over `group_size` ranks by one of its `IMPLEMENTED_ALGORITHMS`.
+    """Return the modelled cost of one collective over `group_size` ranks: rounds, bytes sent and bytes reduced.
 
-    num_bytes: size of the tensor, as in `wire_bytes`: of the full tensor for all_gather, reduce_scatter and all_to_all,
-    whose shards are taken as equal. Raises ValueError if the operation has no such algorithm.
+    algorithm: one of `IMPLEMENTED_ALGORITHMS[operation]`. num_bytes: size of the tensor; for all_gather, reduce_scatter
+    and all_to_all the size of the full tensor, whose shards count as equal. Raises ValueError if the operation has no
+    such algorithm.
     """
     if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
         raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")
@@ -111,9 +112,10 @@ def _halving_doubling_cost(operation: str, algorithm: str, active: PowerOfTwoRan
 def hierarchical_all_reduce_seconds(
     num_nodes: int, ranks_per_node: int, num_bytes: float, intra_node: Link, inter_node: Link
 ) -> float:
-    """Return the modelled seconds of a hierarchical all-reduce of `num_bytes` bytes.
+    """Return the modelled time, in seconds, of a hierarchical all-reduce of a tensor of `num_bytes` bytes.
 
-    intra_node, inter_node: the links between ranks of one node, and between nodes.
+    Reduce-scatter and all-gather run within each node over `intra_node`, all-reduces of the shards between the nodes
+    over `inter_node`; all by the ring algorithm.
     """
     scatter = collective_cost("reduce_scatter", "ring", ranks_per_node, num_bytes)
     gather = collective_cost("all_gather", "ring", ranks_per_node, num_bytes)
@@ -122,9 +124,10 @@ def hierarchical_all_reduce_seconds(
 
 
 def cost_lower_bound(operation: str, group_size: int, num_bytes: float) -> Cost:
-    """Return the least value that each count can have in any algorithm for the operation, each count on its own.
+    """Return the least rounds, bytes sent and bytes reduced that any algorithm for the operation needs.
 
-    Arguments as in `collective_cost`.
+    Each of the three bounds holds separately: one algorithm need not reach all of them. Arguments as in
+    `collective_cost`.
     Chan et al. 2007, lower bounds; Patarasuk and Yuan 2009, theorem 1, for the bytes of all_reduce.
     """
     if group_size == 1:
@@ -147,10 +150,10 @@ def tree_depth(group_size: int) -> int:
 
 
 def bus_bandwidth(operation: str, group_size: int, num_bytes: float, seconds: float) -> float:
-    """Return the bus bandwidth of nccl-tests in bytes per second: num_bytes / seconds times the operation's factor.
+    """Return the bus bandwidth of nccl-tests in bytes per second: num_bytes / seconds times a factor of the operation.
 
-    With this factor an optimal algorithm shows the link's bandwidth, whatever the operation and the number of ranks.
-    num_bytes: as in `collective_cost`.
+    The factor makes the result of an optimal algorithm equal to the link's bandwidth, whatever the operation and the
+    number of ranks. num_bytes: size of the tensor, as in `collective_cost`. seconds: the measured time.
     """
     part = (group_size - 1) / group_size
     factor = {
@@ -166,7 +169,10 @@ def bus_bandwidth(operation: str, group_size: int, num_bytes: float, seconds: fl
 
 
 def fastest_algorithm(operation: str, group_size: int, num_bytes: float, link: Link) -> str:
-    """Return the algorithm with the lowest modelled time; of equals, the first in `IMPLEMENTED_ALGORITHMS`."""
+    """Return the name of the collective's algorithm with the lowest modelled time on `link`.
+
+    Of equally fast algorithms, the first in `IMPLEMENTED_ALGORITHMS[operation]`. num_bytes: as in `collective_cost`.
+    """
     return min(
         IMPLEMENTED_ALGORITHMS[operation],
         key=lambda algorithm: collective_cost(operation, algorithm, group_size, num_bytes).seconds(link),
@@ -174,5 +180,8 @@ def fastest_algorithm(operation: str, group_size: int, num_bytes: float, link: L
 
 
 def bandwidth_speedup(cost: Cost, link: Link, bandwidth_factor: float = 10.0) -> float:
-    """Return the speedup of an operation on a link with `bandwidth_factor` times the bandwidth and the same latency."""
+    """Return how many times faster the operation is, by the model, with `bandwidth_factor` times the bandwidth.
+
+    cost: of the operation. link: the present link. The latency and the speed of reducing stay the same.
+    """
     return cost.seconds(link) / cost.seconds(Link(link.alpha_s, link.beta_s / bandwidth_factor, link.gamma_s))

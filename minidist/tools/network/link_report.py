@@ -15,11 +15,11 @@ _DEADLINE_S = 60.0
 def describe_links(
     links: Sequence[tuple[str, str, str]] = LINKS, num_ranks: int = RANKS, large_bytes: int | None = None
 ) -> list[str]:
-    """Measure each link with ranks of its own; return a line that explains the units, then one line per link.
+    """Measure latency and bandwidth of each link between new ranks; return a line on the units, then a line per link.
 
-    A line says the link's speed, or why the link cannot be measured here. links: (name in the report, torch's name of
-    the backend, device of the ranks). num_ranks: number of ranks. large_bytes: size of the large tensors; None: 64 MiB
-    (`link_speed.LARGE`). Links on "cuda:0", the same GPU for all ranks, are left out without a GPU.
+    A line says the link's speed, or why it cannot be measured here. links: (name in the report, torch's name of the
+    backend, device of the ranks). num_ranks: number of ranks. large_bytes: size of the large tensors; None: 64 MiB.
+    Links on "cuda:0", the same GPU for all ranks, are left out without a GPU.
     """
     from minidist.tools.network.link_speed import LARGE, TURNS, measure_link_speed
 
@@ -49,7 +49,7 @@ def describe_links(
 
 
 def explain_unavailable_backend(backend: str, num_ranks: int) -> str | None:
-    """Return as text why a backend cannot be measured with `num_ranks` ranks here; None if it can be tried."""
+    """Return why `backend` cannot be measured with `num_ranks` ranks on this machine; None if it can be tried."""
     import torch
 
     there = torch.distributed.is_available()
@@ -63,10 +63,10 @@ def explain_unavailable_backend(backend: str, num_ranks: int) -> str | None:
 
 
 def format_link_speed(speed, num_ranks: int, large_bytes: int) -> str:
-    """Return a `LinkSpeed` as text, with the bandwidth in bytes that each rank sends per second.
+    """Return a measured `LinkSpeed` as a line of text: latency in us, bandwidth in GB/s sent by each rank.
 
-    Each rank sends a whole message, and 2 (n - 1) / n of an all-reduce's tensor. num_ranks: n. large_bytes: size of the
-    large tensors of the measurement.
+    num_ranks: number of ranks, n. large_bytes: size of the large tensors of the measurement. Each rank sends all bytes
+    of a message, and 2 (n - 1) / n of the bytes of an all-reduce.
     """
     sent = {"message": large_bytes, "all-reduce": 2 * large_bytes * (num_ranks - 1) / num_ranks}
     small = {"message": speed.small_message_s, "all-reduce": speed.small_all_reduce_s}

@@ -20,10 +20,11 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Median seconds of the slowest rank, for messages and all-reduces of SMALL and LARGE bytes.
+    """Measured times of messages, all-reduces and copies: medians of the slowest rank, in seconds.
 
-    A message goes from every rank to the next at once. copy_s: a plain copy of LARGE bytes by all ranks at once, the
-    limit of the memory. shared_memory: whether the ranks communicate through the shm backend.
+    small_..., large_...: on tensors of SMALL bytes and of `large_bytes` bytes (see `measure_link_speed`). To time a
+    message, every rank sends one to the next rank at the same time. copy_s: a plain copy of a large tensor by all ranks
+    at once, the limit of the memory. shared_memory: whether the ranks communicate through the shm backend.
     """
 
     small_message_s: float
@@ -35,10 +36,9 @@ class LinkSpeed:
 
 
 def measure_link_speed(world: World, large_bytes: int = LARGE, repeats: int = TURNS) -> LinkSpeed:
-    """Collective: time messages, all-reduces and plain copies on all ranks at once; return the same on all ranks.
+    """Time messages, all-reduces and plain copies on all ranks at once; return the same on all ranks. Collective.
 
-    large_bytes: size of the large messages, the large all-reduces and the copies. repeats: how often each is timed,
-    after a warm-up that is not; the result has the medians.
+    large_bytes: size of the large tensors. repeats: how often each case is timed, after one warm-up.
     """
     group = bind(world, Mesh(dp=world.size), [GroupSpec("links", ("dp",))])["links"]
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size

@@ -9,10 +9,10 @@ _NOT_SENT_AT, _SENT_AT, _BYTES = 144, 200, 232
 
 
 def count_tcp_bytes_sent() -> int:
-    """Return the bytes written so far to the TCP connections that this process has open.
+    """Return how many bytes this process has written to the TCP connections that it has open now, since they opened.
 
-    Counted per connection: the counters of the loopback interface include other processes. No connection may be closed
-    between two calls whose difference is taken. Raises OSError on systems other than Linux 4.19 or later.
+    The counters of the loopback interface would include other processes. Take the difference of two calls, and close no
+    connection in between. Raises OSError on systems other than Linux 4.19 or later.
     """
     total = 0
     for fd in map(int, os.listdir("/proc/self/fd")):

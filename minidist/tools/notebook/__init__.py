@@ -47,7 +47,7 @@ __all__ = [
 
 
 def load_ipython_extension(shell) -> None:
-    """Register the magics: IPython calls this for `%load_ext minidist.tools.notebook`."""
+    """Register the magics `%ranks` and `%%piece`. IPython calls this for `%load_ext minidist.tools.notebook`."""
     from minidist.tools.notebook.magics import RanksMagics  # IPython is needed from here on only
 
     add_course_to_path()
@@ -55,7 +55,7 @@ def load_ipython_extension(shell) -> None:
 
 
 def unload_ipython_extension(shell) -> None:
-    """End the ranks and restore replaced symbols: IPython calls this for `%unload_ext`."""
+    """End the notebook's ranks and restore replaced symbols. IPython calls this for `%unload_ext`."""
     magics = shell.magics_manager.registry.pop("RanksMagics", None)
     if magics is not None:
         magics.close()

@@ -28,16 +28,17 @@ _BLOCKING_FOLDERS = (
 )
 
 
-class BlockedDetector:
-    """Detects that all ranks that have not answered are blocked in torch, `BLOCKED_S` seconds after a change."""
+class BlockedRankDetector:
+    """Detects that every rank that still runs a cell is blocked inside torch, so that the cell cannot end."""
 
     def __init__(self, job: LiveJob):
         self._job, self._since_s = job, 0.0
 
-    def all_blocked(self, last_change_s: float) -> bool:
-        """Return whether all ranks that have not answered are blocked, in two checks in succession.
+    def all_ranks_blocked(self, last_change_s: float) -> bool:
+        """Return whether every rank that still runs the cell is blocked in torch. Each rank is checked twice.
 
-        last_change_s: when a rank's status last changed, in seconds of `time.monotonic`.
+        False until `BLOCKED_S` seconds have passed since `last_change_s`, when a rank's status last changed (in seconds
+        of `time.monotonic`).
         """
         now_s = time.monotonic()
         if now_s - max(last_change_s, self._since_s) < BLOCKED_S:
@@ -55,10 +56,10 @@ class BlockedDetector:
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
     def _all_asleep(self) -> bool:
-        return all(all_threads_sleep(self._job.pids[n]) for n in self._pending())
+        return all(_all_threads_sleep(self._job.pids[n]) for n in self._pending())
 
 
-def all_threads_sleep(pid: int) -> bool:
+def _all_threads_sleep(pid: int) -> bool:
     """Return whether every thread of the process sleeps; False where there is no /proc."""
     states = []
     try:

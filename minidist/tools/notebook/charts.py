@@ -19,8 +19,7 @@ def memory_by_category(
 
     The categories are parameters, gradients and buffers of `model`, optimizer state of `optimizer`, and one category
     for each keyword of `further`: a tensor, or nested lists and dicts of tensors. Empty categories of `model` and
-    `optimizer` are left out.
-    Tensors that share a storage count once, in their first category.
+    `optimizer` are left out. Tensors that share a storage count once, in their first category.
     """
     parts: dict[str, Iterable] = {}
     if model is not None:
@@ -34,11 +33,10 @@ def memory_by_category(
 
 
 def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
-    """Plot each rank's memory as a stacked bar; return `by_rank` as a list of dicts.
+    """Plot each rank's memory as a bar stacked by category; return `by_rank` as a list of dicts.
 
-    by_rank: bytes by category for each rank, in rank order, as
-    `ranks.get("memory_by_category(model, optimizer)")` gives them.
-    Raises UserError when the memory of all ranks is 0.
+    by_rank: bytes by category for each rank, in rank order, as from `ranks.get("memory_by_category(model,
+    optimizer)")`. Raises UserError when the memory of all ranks is 0.
     """
     held = [dict(parts) for parts in by_rank]
     if not any(count for parts in held for count in parts.values()):
@@ -53,7 +51,7 @@ def compare_memory(
 ) -> dict[str, list[dict[str, int]]]:
     """Plot each rank's measured peak memory beside its estimated peak memory, whose bars are hatched.
 
-    measured, estimated: bytes by kind of each rank, in rank order, as from `tracker.measured_breakdown` and
+    measured, estimated: bytes by category for each rank, in rank order, as from `tracker.measured_breakdown` and
     `tracker.estimated_breakdown` (minidist.tools.memory). Returns {"measured": measured, "estimated": estimated}.
     Raises UserError when the two have different numbers of ranks, or one of them has no memory at all.
     """
@@ -71,11 +69,11 @@ def compare_memory(
 def plot_losses(
     runs: Mapping[str, Sequence[float]], reference: Sequence[float], draw: bool = True
 ) -> dict[str, list[float]]:
-    """Plot the losses of runs over the losses of a reference run in one process, which they should equal.
+    """Plot the loss curves of runs over the loss curve of a reference run in one process.
 
-    runs: the loss of each step, by the name of the run. reference: the loss of each step in one process.
-    Returns {"one process": reference, **runs} with the losses as floats. Raises UserError when there is no run, a curve
-    is empty, or a loss is not finite.
+    runs: the loss of each step, by the name of the run. reference: the loss of each step in one process. Returns {"one
+    process": reference, **runs} with the losses as floats. Raises UserError when there is no run, a curve is empty, or
+    a loss is not finite.
     """
     curves = {"one process": reference, **runs}
     curves = {name: [float(loss) for loss in losses] for name, losses in curves.items()}
@@ -95,9 +93,9 @@ def plot_loss_differences(
     """Plot the absolute differences between the losses of runs and of a reference run, on a logarithmic axis.
 
     runs: by the name of the run, its losses by step (from 0); a run need not contain every step of the reference.
-    reference: the loss of each step of the reference run. Returns the absolute differences by step, by name. A run
-    whose losses all equal the reference has no logarithm: the legend says so. Raises UserError when there is no run, a
-    run is empty or has a step that the reference does not have, or a difference is not finite.
+    reference: the loss of each step of the reference run. Returns the absolute differences by step, by the name of the
+    run. If all losses of a run equal the reference, the legend says so, as 0 has no logarithm. Raises UserError when
+    there is no run, a run is empty or has a step that the reference does not have, or a difference is not finite.
     """
     if not runs or (empty := [name for name, losses in runs.items() if not losses]):
         raise UserError(f"there are no losses to compare: {' and '.join(empty) if runs else 'no run'} has none")

@@ -6,8 +6,8 @@ from pathlib import Path
 _OWN = Path(__file__).resolve().parents[3]
 
 
-def course_root(start: Path | None = None) -> Path:
-    """Return the nearest parent folder that contains the package `exercises`, else the one that contains this package.
+def find_course_root(start: Path | None = None) -> Path:
+    """Return the nearest parent folder that contains the package `exercises`, else this package's root folder.
 
     start: the folder from which the search goes upwards; the current folder if None.
     """
@@ -17,7 +17,11 @@ def course_root(start: Path | None = None) -> Path:
 
 
 def add_course_to_path(start: Path | None = None) -> None:
-    """Add `course_root(start)` to `sys.path`, so that this process and ranks that it starts can import `exercises`."""
-    root = str(course_root(start))
+    """Append the course's root folder to `sys.path`, so that this process can import `exercises`.
+
+    So can ranks that this process starts. start: the folder from which the search for the root goes upwards; the
+    current folder if None.
+    """
+    root = str(find_course_root(start))
     if root not in sys.path:
         sys.path.append(root)

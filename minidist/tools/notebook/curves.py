@@ -21,7 +21,7 @@ def compare_curves(
     level: float | None = None,
     draw: bool = True,
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Plot predicted points as lines and measured ones as dots, on logarithmic axes, with one colour per name.
+    """Plot predicted curves as lines and measured ones as dots, on logarithmic axes, with one colour per name.
 
     predicted, measured: (x, y) points by name, all above 0. y, x: axis labels with units. level: y of a horizontal
     dotted line, None for none. Returns {"predicted": ..., "measured": ...}. Raises UserError when there is nothing to
@@ -50,12 +50,12 @@ def plot_winners(
     names: Sequence[str] = (),
     draw: bool = True,
 ) -> dict[int, list[str]]:
-    """Plot which name is best for each number of ranks and each size in bytes, as a grid of coloured fields.
+    """Plot which name (such as an algorithm) is best for each number of ranks and each size, as a coloured grid.
 
-    best: by number of ranks, the best name for each of `sizes`. dots: by number of ranks, (bytes, name) of further
-    points, drawn as dots. names: names in the order of their colours, as in the curves of a `compare_curves` plot
-    beside it. Returns the best names by number of ranks. Raises UserError when there is no number of ranks or no size,
-    or `best` does not have one name for each size.
+    best: by number of ranks, the best name for each of `sizes`. sizes: in bytes. dots: by number of ranks, (bytes,
+    name) of further points, drawn as dots. names: names in the order of their colours, as in a `compare_curves` plot of
+    the same names. Returns the best names by number of ranks. Raises UserError when there is no number of ranks or no
+    size, or `best` does not have one name for each size.
     """
     rows = {ranks: list(names) for ranks, names in best.items()}
     if not rows or not sizes:

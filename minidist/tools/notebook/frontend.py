@@ -4,14 +4,15 @@ from IPython.display import clear_output, display
 
 
 def is_interactive(shell) -> bool:
-    """Return whether a person runs this cell, not a program such as nbval, whose stored output must not vary."""
+    """Return whether a person runs the current cell, not a program such as nbval, which compares stored outputs."""
     kernel = getattr(shell, "kernel", None)
     request = (kernel.get_parent() or {}).get("content", {}) if kernel is not None else {}
     return bool(request.get("allow_stdin"))  # people can be asked something, programs cannot
 
 
 class LiveOutput:
-    """Text below a running cell, which the output of the cell replaces when the cell ends. Call it to show a text."""
+    """Text shown below a notebook cell while it runs, and removed when the cell ends. Call the object with a text to
+    show it."""
 
     def __init__(self):
         self._handle = None
@@ -25,6 +26,6 @@ class LiveOutput:
             self._handle.update(data, raw=True)
 
     def clear(self, wait: bool) -> None:
-        """Remove the text. wait: remove it only when the cell shows its next output, which avoids flicker."""
+        """Remove the text. wait: keep it until the cell shows its next output, which avoids flicker."""
         if self._handle is not None:
             clear_output(wait=wait)

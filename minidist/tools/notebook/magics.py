@@ -26,10 +26,10 @@ _OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": f
 
 @magics_class
 class RanksMagics(Magics):
-    """The magics of one notebook, which owns its ranks and its replaced symbols.
+    """The magics `%ranks` and `%%piece` of one notebook; owns the notebook's ranks and its replaced symbols.
 
-    server: a rank server, which starts the ranks; None: create one, and close it in `close`. pieces, sources: the
-    replaced symbols of this process, and their new sources. live: the ranks, None before `%ranks`.
+    server: a rank server, which starts the ranks; None: create one, and close it in `close`. pieces: the symbols
+    replaced in this process. sources: their new sources. live: the ranks, None before `%ranks`.
     """
 
     def __init__(self, shell, server: RankServer | None = None):
@@ -40,7 +40,7 @@ class RanksMagics(Magics):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the ranks, and their server if this object created it, and restore replaced symbols."""
+        """Kill the ranks, close the rank server if this object created it, and restore replaced symbols."""
         atexit.unregister(self.close)
         self.pieces.restore_symbols()
         self.sources.clear()
@@ -50,7 +50,7 @@ class RanksMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None):
-        """Start ranks (`%ranks 4`), or run a cell on every one of them (`%%ranks`)."""
+        """Start ranks (`%ranks 4`), stop them (`%ranks --stop`), or run a cell on every rank (`%%ranks`)."""
         words, options = _parsed(line, "--stop")
         if cell is not None:
             if words or options.keys() - {"--quiet", "--timeout"}:
@@ -68,7 +68,10 @@ class RanksMagics(Magics):
 
     @line_cell_magic
     def piece(self, line: str, cell: str | None = None):
-        """Replace a symbol of the package by the cell's text (`%%piece module:symbol`), or undo it (`--reset`)."""
+        """Replace a function or class of the package by the cell's source (`%%piece module:symbol`).
+
+        `%piece --reset` restores all replaced symbols, `%piece --reset module:symbol` restores one.
+        """
         words = shlex.split(line)
         if cell is None:
             if words[:1] != ["--reset"] or len(words) > 2:
@@ -120,10 +123,10 @@ class RanksMagics(Magics):
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
     def replace_symbol(self, name: str, source: str, also_replaced: Collection[str] = ()) -> None:
-        """Replace the symbol `name` by `source` in this process and on the ranks; print a line that says so.
+        """Replace a function or class of the package, in this process and on the ranks, and print a line that says so.
 
-        also_replaced: names of other symbols that `source` may define, too, as for `SymbolReplacements.replace_symbol`.
-        Raises UsageError if the symbol cannot be replaced.
+        name: such as "module:function". source: the text of the new definition. also_replaced: names of other symbols
+        that `source` may define, too. Raises UsageError if the symbol cannot be replaced.
         """
         try:
             if self.live is not None:

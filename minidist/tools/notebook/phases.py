@@ -8,19 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from minidist.errors import UserError
 from minidist.fault.shards import SavedTensor, TensorShard, find_overlaps
 from minidist.parameters import Box
+from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING
 from minidist.tools.simulate.failures import LOST, RESTART, SAVING, USEFUL, Phase, time_by_kind
 
-_COLORS = {USEFUL: "C0", SAVING: "C1", LOST: "C3", RESTART: "0.55"}
+_COLORS = {
+    **{USEFUL: "C0", SAVING: "C1", LOST: "C3", RESTART: "0.55"},
+    **{COMPUTING: "C0", MESSAGE: "C1", WAITING: "0.85", LINK_BUSY: "0.6"},
+}
 _FURTHER_COLORS = ("C2", "C4", "C5", "C6", "C8", "C9")
 
 
 def plot_phases(
     rows: Mapping[str, Iterable[Phase]], x: str = "seconds", draw: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Plot the phases of runs, ranks or threads on a common time axis; return the time in each kind of phase, by row.
+    """Plot the phases of runs, ranks or threads as bars on a common time axis; return the time in each kind of phase.
 
-    rows: the phases of each row, by the row's name. x: label of the time axis, with the unit of the phases' times.
-    Phases of one kind have one colour. Raises UserError when there is no row, or a row is empty.
+    rows: the phases of each row, by the row's name; phases of one kind have one colour. x: label of the time axis, with
+    the unit of the phases' times. Returns the total time by kind, by the row's name. Raises UserError when there is no
+    row, or a row is empty.
     """
     phases = {name: list(row) for name, row in rows.items()}
     empty = [name for name, row in phases.items() if not row]
@@ -38,7 +43,7 @@ def plot_outcomes(
     colors: Mapping[str, str] | None = None,
     draw: bool = True,
 ) -> dict[str, list[str]]:
-    """Plot a grid of outcomes with one colour for each distinct outcome; return the rows.
+    """Plot a table of outcomes, such as "ok" or "lost", as a grid with one colour per outcome; return the rows.
 
     rows: by the row's name, its outcomes, one for each of `columns`. x: label of the axis of columns. colors:
     matplotlib's colours by outcome, in the order of the legend; if None, the outcomes get colours in order of first
@@ -57,12 +62,12 @@ def plot_outcomes(
 def plot_resharding(
     saved: SavedTensor, loading: Sequence[TensorShard], draw: bool = True
 ) -> list[tuple[int, int, Box]]:
-    """Plot how a two-dimensional tensor is sharded in a checkpoint, and which parts of it each rank loads.
+    """Plot how a matrix is sharded in a checkpoint, and which parts of it each rank loads from which saving rank.
 
-    saved: the boxes of the tensor (index ranges in each dimension) and the files that contain them, one file for each
-    saving rank. loading: the shard of each loading rank, in rank order. Both plots have one colour per saving rank.
-    Returns (loading rank, saving rank, box) for every box that a loading rank reads. Raises UserError if the tensor
-    does not have two dimensions, or no rank reads anything.
+    saved: the boxes of the matrix (index ranges in each dimension) in the checkpoint, one file for each saving rank.
+    loading: the shard of each loading rank, in rank order. Both plots have one colour per saving rank. Returns (loading
+    rank, saving rank, box) for every box that a loading rank reads. Raises UserError if the tensor does not have two
+    dimensions, or no rank reads anything.
     """
     files = sorted({box.file for box in saved.boxes})
     reads = [

@@ -19,7 +19,7 @@ Measured = CellResult | Sequence[Iterable[Record]]
 
 
 class Span(NamedTuple):
-    """A communication operation of one rank, as `plot_timeline` draws it.
+    """A communication operation of one rank, as `plot_timeline` draws it, from launch to wait.
 
     name: the operation's name, such as "all_reduce". launched, waited: positions of its launch and of the end of its
     wait in the rank's order of events; waited is None without a wait. wire_bytes: the bytes that this rank sent.
@@ -32,11 +32,11 @@ class Span(NamedTuple):
 
 
 def plot_traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
-    """Plot the traffic matrix, the bytes that each rank sent to each other rank; return it, one row per sender.
+    """Plot the bytes that each rank sent to each other rank as a matrix; return it as lists, one row per sender.
 
-    measured: a cell's result (`ranks.last`), or the records of every rank. Sends are counted; collectives are modelled
-    by the algorithm that the meter names (`Record.algorithm`).
-    Raises UserError when nothing was sent.
+    measured: a cell's result (`ranks.last`), or the traffic meter's records of every rank. Sends are counted;
+    collectives are modelled by the algorithm that the meter names (`Record.algorithm`). Raises UserError when nothing
+    was sent.
     """
     matrix = traffic_matrix(_by_rank(measured))
     if not any(map(any, matrix)):
@@ -50,11 +50,11 @@ Marks = Sequence[Iterable[tuple[int, str]]]
 
 
 def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
-    """Plot each rank's operations from launch to wait, in its order of events; return the spans by rank.
+    """Plot each rank's communication operations as bars from launch to wait; return them, by rank.
 
-    measured: as for `plot_traffic`. marks: `Meter.events` of each rank, (position in the order of events, label). The
-    axis counts the rank's events (launches, ends of waits, marks), not seconds. Raises UserError when there was no
-    operation.
+    The axis counts the rank's events (launches, ends of waits, marks), not seconds. measured: a cell's result
+    (`ranks.last`), or the traffic meter's records of every rank. marks: for each rank, labels to draw as (position in
+    the order of events, label), such as `Meter.events`. Raises UserError when there was no operation.
     """
     records = _by_rank(measured)
     marks = [list(rows) for rows in marks] or [[] for _ in records]
@@ -77,9 +77,9 @@ def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> l
 
 
 def assign_lanes(spans: Sequence[Span]) -> list[int]:
-    """Return a lane (a row, from 0) for each span, so that no two spans of a lane are in flight at the same time.
+    """Return a lane (a row of the plot, from 0) for each operation, so that operations of one lane do not overlap.
 
-    spans: of one rank, in launch order.
+    spans: the operations of one rank, in launch order. Operations overlap if they are in flight at the same time.
     """
     return intervals.assign_lanes([(span.launched, _end(span)) for span in spans])
 

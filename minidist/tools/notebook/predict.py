@@ -30,11 +30,11 @@ _UNSAVED: dict[str, Any] = {}  # in a notebook outside any learner's folder
 
 @dataclass
 class Prediction:
-    """A question with its answer, measured value and score.
+    """A question to the learner about a measurement, with the answer, the measured value and the score.
 
-    id: the name in `predict` and `score_prediction`. answer: the answer given before the measurement, None if there was
-    none. value: the measured value, None before the measurement. score: 1 if right, 0 if wrong, None if not scored.
-    late_answer: an answer given or changed after the measurement, which is not scored.
+    id: the name in `predict` and `score_prediction`. unit: of answer and value. answer: the answer given before the
+    measurement, None if there was none. value: the measured value, None before the measurement. score: 1 if right, 0 if
+    wrong, None if not scored. late_answer: an answer given or changed after the measurement, which is not scored.
     """
 
     id: str
@@ -64,7 +64,7 @@ class Prediction:
 def predict(
     id: str, question: str, answer: Any = None, *, unit: str = "", file: str | os.PathLike | None = None
 ) -> Prediction:
-    """Ask a question about a later measurement and record the learner's answer; return it for display.
+    """Record the learner's answer to a question about a later measurement; return both for display.
 
     id: a name for `score_prediction`, unique in the course. answer: a number, a list, text, or NEVER for a cell that
     hangs; None if the learner has not answered. unit: shown after the answer and the measured value. file: where scores
@@ -86,11 +86,11 @@ def predict(
 def score_prediction(
     id: str, value: Any, *, tolerance: float = 0.0, file: str | os.PathLike | None = None
 ) -> Prediction:
-    """Record a measured value and score the prediction made before it.
+    """Record a measured value, compare the answer given before the measurement with it, and store the score.
 
     id: as given to `predict`. value: a number, list or text, or the CellResult of a cell that never returned.
-    tolerance: relative tolerance for numbers; 0 for exact equality. file: as for `predict`.
-    Raises UserError when the question was never asked.
+    tolerance: relative tolerance for numbers; 0 for exact equality. file: where scores are stored; progress.json of the
+    current learner's folder if None. Raises UserError when the question was never asked.
     """
     if isinstance(value, CellResult):
         if value.kind not in ("deadlock", "quiet"):
@@ -104,12 +104,12 @@ def score_prediction(
             raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
         prediction.value = _to_json_types(value)
         if prediction.answer is not None:
-            prediction.score = int(answer_matches(prediction.answer, prediction.value, tolerance))
+            prediction.score = int(_answer_matches(prediction.answer, prediction.value, tolerance))
         predictions[id] = _entry(prediction)
     return prediction
 
 
-def answer_matches(answer: Any, measured: Any, rel_tol: float = 0.0) -> bool:
+def _answer_matches(answer: Any, measured: Any, rel_tol: float = 0.0) -> bool:
     """Return whether an answer equals the measured value.
 
     Numbers are compared with the relative tolerance `rel_tol`; lists item by item, where the answer may also be text
@@ -121,7 +121,7 @@ def answer_matches(answer: Any, measured: Any, rel_tol: float = 0.0) -> bool:
         return (
             isinstance(answer, list)
             and len(answer) == len(measured)
-            and all(answer_matches(a, m, rel_tol) for a, m in zip(answer, measured, strict=True))
+            and all(_answer_matches(a, m, rel_tol) for a, m in zip(answer, measured, strict=True))
         )
     number, expected_number = _number(answer), _number(measured)
     if measured == NEVER:

@@ -27,17 +27,17 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Cell(NamedTuple):
-    """A cell's source. name: the file name of the cell in tracebacks and in the rank status, such as "cell 7"."""
+    """A notebook cell to run on a rank. name: its file name in tracebacks and in the rank status, such as "cell 7"."""
 
     name: str
     source: str
 
 
 class CellError(NamedTuple):
-    """An exception that a cell raised.
+    """An exception that a cell raised on a rank.
 
     kind: name of the exception's class. message: the exception's text. line: number of the cell's line that raised, 0
-    if unknown. text: that line of the cell. inside: `file:line in f` where it was raised, "" if in the cell itself.
+    if unknown. text: the source of that line. inside: `file:line in f` where it was raised, "" if in the cell itself.
     is_connection_error: whether a broken connection caused it, for example because another rank has died.
     """
 
@@ -50,12 +50,12 @@ class CellError(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A rank's answer to one request.
+    """A rank's answer to one request of the notebook, such as to run a cell.
 
     kind: "done", "error" or "stopped" (by Ctrl-C). shown: repr of the cell's last expression, "" for none. fault: the
-    error if the kind is "error". value: what `RankSession.evaluate` evaluated. records: the traffic meter's records of
-    the communication operations in this request. has_process_group: whether the rank has a default process group after
-    the request.
+    error if the kind is "error". value: the value of the expression, if the request was to evaluate one. records: the
+    traffic meter's records of the communication operations in this request. has_process_group: whether the rank has a
+    default process group after the request.
     """
 
     kind: str
@@ -67,16 +67,16 @@ class Answer(NamedTuple):
 
 
 def serve_requests(world: World, rank_worker: RankWorker, memory_bytes: int | None = None) -> None:
-    """Answer the notebook's requests, in the rank's process, until the notebook closes the connection.
+    """Run the notebook's requests on a rank and send back the answers, until the notebook closes the connection.
 
-    A request is a number and a tuple: the name of a `RankSession` method and its arguments.
-
-    memory_bytes: how much memory cells may add to what the rank has now; this rank's share of the free memory if None.
+    The rank's process runs this function. A request is a number and a tuple: the name of a `RankSession` method and its
+    arguments. memory_bytes: how much memory cells may add to the rank's present memory; this rank's part of the free
+    memory if None.
     """
     session = RankSession(world, rank_worker, memory_bytes)
     while True:
         number, (name, *arguments) = rank_worker.receive_request()
-        answer = session.execute_request(getattr(session, name), *arguments)
+        answer = session._execute_request(getattr(session, name), *arguments)
         try:
             rank_worker.send_answer((number, answer))
         except (pickle.PickleError, TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
@@ -86,7 +86,7 @@ def serve_requests(world: World, rank_worker: RankWorker, memory_bytes: int | No
 
 
 class RankSession:
-    """Runs the requests of a notebook in a rank's process, and keeps the cells' namespace and the replaced symbols.
+    """Runs the requests of a notebook in a rank's process; keeps the cells' variables and the replaced symbols.
 
     world: this rank's world. rank_worker: receives requests and has this rank's traffic meter. memory_bytes: as for
     `serve_requests`. names: the namespace in which cells run.
@@ -125,7 +125,7 @@ class RankSession:
             if signal.SIGUSR2 in data and self._is_busy:
                 self._rank_worker.close_connections()
 
-    def execute_request(self, method, *arguments) -> Answer:
+    def _execute_request(self, method, *arguments) -> Answer:
         """Call `method` of this session and return its answer, whose kind reports an exception or Ctrl-C."""
         del self._rank_worker.meter.records[:-_MAX_KEPT]
         status, first = self._world.status, len(self._rank_worker.meter.records)
@@ -159,7 +159,7 @@ class RankSession:
         return fault._replace(kind="MemoryError", message=more)
 
     def recreate_process_group(self, generation: int) -> Answer:
-        """Collective: recreate torch's default process group; bind it to `comm` in the cells' namespace.
+        """Collective: recreate torch's default process group; bind it to the variable `comm` of the cells.
 
         generation: a number that is new in each call and equal on all ranks.
         """
@@ -167,7 +167,10 @@ class RankSession:
         return Answer("done")
 
     def run_cell(self, cell: Cell) -> Answer:
-        """Execute a cell; answer with the repr of its last expression, unless the cell ends in a semicolon."""
+        """Execute a notebook cell on this rank; answer with the repr of its last expression.
+
+        The answer has no repr if the cell ends in a semicolon.
+        """
         linecache.cache[cell.name] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.name)
         tree = ast.parse(cell.source, cell.name)
         quiet = cell.source.rstrip().endswith(";")
@@ -183,7 +186,7 @@ class RankSession:
         return Answer("done", shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + " ...")
 
     def evaluate(self, expression: str) -> Answer:
-        """Evaluate an expression in the cells' namespace; answer with its value. Tensors are copied to the CPU."""
+        """Evaluate an expression with the cells' variables; answer with its value. A tensor is copied to the CPU."""
         value = eval(expression, self.names)
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()

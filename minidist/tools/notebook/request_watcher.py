@@ -8,7 +8,7 @@ from minidist.tools.deadlock.detector import find_operation_mismatch
 from minidist.tools.deadlock.status_page import ChannelProgress, Snapshot
 from minidist.tools.deadlock.status_report import describe_rank
 from minidist.tools.launch.live_job import LiveJob
-from minidist.tools.notebook.blocked_in_torch import BlockedDetector
+from minidist.tools.notebook.blocked_in_torch import BlockedRankDetector
 from minidist.tools.notebook.result import adapt_report_to_notebook, format_cell_lines, format_latest_output
 
 _POLL_S = 0.05
@@ -19,11 +19,12 @@ _GRACE_DIED_S = 0.15  # after a death, to report others that die of the same cau
 
 
 class RequestWatcher:
-    """Waits for the answers to one request; detects deadlocks, deaths, silence, floods of output and interrupts.
+    """Sends a request, such as to run a cell, to live ranks, and waits until all have answered or cannot answer.
 
-    quiet_s: seconds without output or a change of any rank's status after which the request counts as failed.
-    timeout_s: limit in seconds for the whole request; None for no limit. show: called about twice a second, if ranks
-    have printed something new, with their latest output as text.
+    It detects deadlocks, deaths, silence, too much output and Ctrl-C. quiet_s: seconds without output or a change of
+    any rank's status after which the request counts as failed. timeout_s: limit in seconds for the whole request; None
+    for no limit. show: called about twice a second, if ranks have printed something new, with their latest output as
+    text.
     """
 
     def __init__(
@@ -33,17 +34,17 @@ class RequestWatcher:
         self._shown_s, self._shown = time.monotonic(), [0] * job.size
 
     def run_request(self, message: tuple, interrupts: list) -> tuple[str, str]:
-        """Send a request to all ranks and wait: return ("done", ""), or the kind of failure and its explanation.
+        """Send a request to all ranks and wait for it; return ("done", ""), or the kind of failure and its explanation.
 
         message: the name of a `RankSession` method and its arguments. interrupts: a list to which the caller's signal
-        handler appends on Ctrl-C; once it is not empty, the wait ends with the kind "stopped". Other kinds as in
-        `CellResult`.
+        handler appends on Ctrl-C; once it is not empty, the wait ends with the kind "stopped". The kinds are those of
+        `CellResult`. Ranks that have not answered are left as they are.
         """
         job = self._job
         job.send_request(message)
         start_s = last_change_s = time.monotonic()
         before = None
-        detector = BlockedDetector(job) if message[0] == "run_cell" else None  # reconnecting may take any time
+        detector = BlockedRankDetector(job) if message[0] == "run_cell" else None  # reconnecting may take any time
         while not job.all_answered:
             job.poll(_POLL_S)
             now_s, seen = time.monotonic(), self._read_progress()
@@ -61,10 +62,10 @@ class RequestWatcher:
                 return "flood", "\n".join(
                     ["a rank printed more than is kept; it was stopped", *self._describe_positions()]
                 )
-            if detector and detector.all_blocked(last_change_s) and not job.all_answered:
+            if detector and detector.all_ranks_blocked(last_change_s) and not job.all_answered:
                 head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
                 return "deadlock", "\n".join(
-                    [head, *self._describe_positions(), *describe_unmatched_collectives(job.last_snapshots())]
+                    [head, *self._describe_positions(), *_describe_unmatched_collectives(job.last_snapshots())]
                 )
             if now_s - last_change_s > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
@@ -73,7 +74,7 @@ class RequestWatcher:
                     [
                         head,
                         *self._describe_positions(),
-                        *(describe_unmatched_collectives(job.last_snapshots()) or [more]),
+                        *(_describe_unmatched_collectives(job.last_snapshots()) or [more]),
                     ]
                 )
             if self._timeout_s is not None and now_s - start_s > self._timeout_s:
@@ -131,7 +132,7 @@ class RequestWatcher:
         return lines + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 
 
-def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
+def _describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
     """Describe the collectives that some ranks have begun and other ranks of the group have not; [] without any.
 
     statuses: by rank. For ranks blocked in C++, as at the end of DDP's backward, this is all that their status shows.
@@ -158,9 +159,9 @@ def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
 
 
 def all_operations_matched(statuses: dict[int, Snapshot]) -> bool:
-    """Return whether all partners of every operation launched on a rank launched it, too: the groups are usable then.
+    """Return whether every collective and transfer that a rank has launched was launched by all its partners, too.
 
-    statuses: the status of each rank, by rank.
+    If so, the process groups are still usable. statuses: the status of each rank, by rank.
     """
     counts = {
         n: {channel: p.num_launched for channel, p in status.progress_by_channel.items()}

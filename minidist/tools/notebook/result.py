@@ -18,14 +18,14 @@ _MAX_MESSAGE_LINES = 6
 
 @dataclass(frozen=True)
 class CellResult:
-    """The outcome of one cell on all ranks.
+    """The outcome of one notebook cell on all ranks; `str` gives the text that the notebook shows.
 
-    outputs: what each rank printed; shown: repr of each rank's last expression, "" for none; both by rank.
-    errors: one message for every distinct error, and one that explains why the cell was stopped.
-    notes: consequences for the ranks, such as a restart. records: by rank, one record of the traffic meter for each
-    communication operation in this cell.
     kind: "done"; "error" (ranks raised); "deadlock"; "mismatch" (of collectives); "quiet" (no progress); "deadline"
     (the cell's limit); "stopped" (Ctrl-C); "flood" (too much output); "died" (ranks died).
+    outputs: the text that each rank printed, by rank. shown: repr of each rank's last expression, "" for none, by rank.
+    errors: one message for every distinct error, and one that explains why the cell was stopped. notes: consequences
+    for the ranks, such as a restart. records: by rank, one record of the traffic meter for each communication operation
+    in this cell.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class CellResult:
         texts = {}
         for rank, (output, shown) in enumerate(zip(self.outputs, self.shown, strict=True)):
             texts[rank] = "\n".join(part for part in (_short(output.rstrip("\n")), shown) if part)
-        return "\n".join([*merge_equal(texts), *self.errors, *self.notes])
+        return "\n".join([*_merge_equal(texts), *self.errors, *self.notes])
 
 
 def _short(text: str) -> str:
@@ -56,21 +56,21 @@ def _short(text: str) -> str:
 
 
 def format_latest_output(outputs: Sequence[str]) -> str:
-    """Return the last lines of each rank's output as one text; ranks with equal lines are shown together.
+    """Return the last lines that each rank has printed as one text; equal lines of several ranks are shown once.
 
-    outputs: what each rank has printed, in rank order.
+    outputs: the text that each rank has printed, in rank order.
     """
     texts = {}
     for rank, output in enumerate(outputs):
         lines = output[-_MAX_LIVE_TEXT:].rstrip("\n").splitlines()[-_MAX_LIVE_LINES:]
         texts[rank] = "\n".join(lines)
-    return "\n".join(merge_equal(texts))
+    return "\n".join(_merge_equal(texts))
 
 
-def merge_equal(texts: Mapping[int, str]) -> list[str]:
+def _merge_equal(texts: Mapping[int, str]) -> list[str]:
     """Return `ranks 0-2: text` for every distinct text, by first rank; texts of several lines are indented below."""
     messages = []
-    for text, ranks in group_by_value(texts).items():
+    for text, ranks in _group_by_value(texts).items():
         lines = text.splitlines()
         if len(lines) == 1:
             messages.append(f"{format_ranks(ranks)}: {text}")
@@ -79,7 +79,7 @@ def merge_equal(texts: Mapping[int, str]) -> list[str]:
     return messages
 
 
-def group_by_value(by_rank: Mapping) -> dict:
+def _group_by_value(by_rank: Mapping) -> dict:
     """Return {value: ascending ranks that have it}, ordered by the first rank. by_rank: the value of each rank."""
     groups: dict = {}
     for rank, value in sorted(by_rank.items()):
@@ -88,9 +88,12 @@ def group_by_value(by_rank: Mapping) -> dict:
 
 
 def format_errors(faults: Mapping[int, CellError]) -> list[str]:
-    """Return a short message for every distinct error of a cell, which names its ranks. faults: errors by rank."""
+    """Return one short message for every distinct error that a cell raised, with the ranks that raised it.
+
+    faults: errors by rank.
+    """
     messages = []
-    groups = group_by_value(faults)
+    groups = _group_by_value(faults)
     for fault, ranks in list(groups.items())[:_MAX_FAULTS]:
         first, *more = fault.message.strip().splitlines() or [""]
         more = more[:_MAX_MESSAGE_LINES] + (["..."] if len(more) > _MAX_MESSAGE_LINES else [])
@@ -103,7 +106,7 @@ def format_errors(faults: Mapping[int, CellError]) -> list[str]:
 
 
 def adapt_report_to_notebook(text: str) -> str:
-    """Return a deadlock report or rank status in a notebook's words: "reached the end of the cell", not "returned"."""
+    """Reword a deadlock report or rank status for a notebook: "reached the end of the cell" instead of "returned"."""
     text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
     text = text.replace(" returned without", " reached the end of the cell without")
     text = text.replace("(returned)", "(reached the end of the cell)")
@@ -113,7 +116,7 @@ def adapt_report_to_notebook(text: str) -> str:
 def format_cell_lines(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
     """Return lines of text that say which line of the cell each of these ranks is executing.
 
-    stacks: Python stacks by rank, innermost call first.
+    stacks: the Python stack of each rank, by rank, innermost call first.
     """
     places = {}
     for rank in ranks:
@@ -121,4 +124,4 @@ def format_cell_lines(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[s
         found = re.search(r'File "cell ([^"]+)", line (\d+)', stack)
         first = stack.strip().splitlines()
         places[rank] = f"line {found[2]} of cell {found[1]}" if found else first[0].strip() if first else "no answer"
-    return [f"  {format_ranks(members)}: {place}" for place, members in group_by_value(places).items()]
+    return [f"  {format_ranks(members)}: {place}" for place, members in _group_by_value(places).items()]

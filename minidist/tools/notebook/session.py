@@ -26,10 +26,10 @@ _REGROUP_S = 10.0
 
 
 class LiveRanks:
-    """`n` ranks that stay alive between cells; a context manager. Not thread-safe.
+    """`n` rank processes that keep their variables between the cells of a notebook; a context manager. Not thread-safe.
 
-    device: "cpu", or another device name as for `RankServer.start`. quiet_s: a cell is stopped after that many seconds
-    in which no rank that still runs it prints, or begins or ends a communication operation.
+    device: "cpu", or another device name as for `RankServer.start`. quiet_s: a cell is stopped if, for that many
+    seconds, no rank that still runs it prints, or begins or ends a communication operation.
     memory_gib: memory limit in GiB of each rank's variables, on CPU; an equal part of the free memory if None.
     server: a running rank server, which starts the ranks; a new one if None.
     pieces: the symbols replaced in this process. sources: (source, also_replaced) of each replaced symbol, by symbol;
@@ -76,7 +76,7 @@ class LiveRanks:
         return self._job.pids
 
     def close(self) -> None:
-        """End the ranks, and the rank server if this object started it."""
+        """Kill the ranks, and close the rank server if this object started it."""
         if self._job is not None:
             self._job.kill()
         if self._owns_server:
@@ -92,11 +92,13 @@ class LiveRanks:
         timeout_s: float | None = None,
         show: Callable[[str], None] | None = None,
     ) -> CellResult:
-        """Execute `source` on every rank and return the result. Never raises because of what the cell does.
+        """Execute the source of a cell on every rank, wait for all ranks, and return the outcome.
 
-        name: the cell's number or name in messages, without spaces; a running number if None. first_line: the number of
-        its first line in messages. quiet_s: overrides this object's `quiet_s`. timeout_s: time limit in seconds for the
-        cell; None for no limit. show: called about twice a second with the latest output of the ranks as text.
+        Errors of the cell are part of the result, not raised. Afterwards the ranks can run the next cell: if necessary
+        they are interrupted, get a new process group, or are restarted without their variables. name: the cell's number
+        or name in messages, without spaces; a running number if None. first_line: the number of its first line in
+        messages. quiet_s: overrides this object's `quiet_s`. timeout_s: time limit in seconds for the cell; None for no
+        limit. show: called about twice a second with the latest output of the ranks as text.
         """
         self._cells += 1
         cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
@@ -112,7 +114,7 @@ class LiveRanks:
         return self.last
 
     def get(self, expression: str) -> list[Any]:
-        """Evaluate a variable or expression on every rank; return its values in rank order.
+        """Evaluate an expression, such as the name of a variable, on every rank; return its values in rank order.
 
         Tensors are copied to the CPU. Raises UserError if the evaluation raises on a rank or does not end.
         """
@@ -125,10 +127,11 @@ class LiveRanks:
         return [answers[rank].value for rank in range(self.n)]
 
     def replace_symbol(self, symbol: str, source: str, also_replaced: Collection[str] = ()) -> None:
-        """Replace `symbol` (`module:function`) by `source` in this process and on every rank, also on later ranks.
+        """Replace a function or class of the package by `source`, in this process and on every rank.
 
-        Arguments as for `SymbolReplacements.replace_symbol`. Raises UserError if the symbol cannot be replaced, and
-        whatever compiling or running `source` raises; then this process keeps the old definition.
+        Ranks replace the symbol again after a restart. symbol: such as "module:function". also_replaced: names of other
+        symbols that `source` may define too. Raises UserError if the symbol cannot be replaced, and any exception from
+        compiling or running `source`; then this process keeps the old definition.
         """
         self._pieces.replace_symbol(symbol, source, f"piece {symbol}", also_replaced=also_replaced)
         self._sources[symbol] = source, tuple(also_replaced)
@@ -136,9 +139,9 @@ class LiveRanks:
         self._send_piece(symbol)
 
     def restore_symbols(self, symbol: str | None = None) -> list[str]:
-        """Restore the original of a replaced symbol, or of all replaced symbols if `symbol` is None.
+        """Restore the original of a replaced symbol, or of all if `symbol` is None, here and on every rank.
 
-        This process and every rank restore it. Returns the symbols that were restored.
+        Returns the names of the restored symbols.
         """
         names = self._pieces.restore_symbols(symbol)
         for each in names:

@@ -20,17 +20,20 @@ _CELL_S = 120
 
 
 def find_piece_cells(notebook: Any) -> Iterator[tuple[int, str, str]]:
-    """Yield (index of the cell, symbol, source) of every `%%piece` cell of a notebook read by nbformat."""
+    """Yield (index of the cell, symbol, source) for every `%%piece` cell of a notebook.
+
+    A `%%piece` cell shows the source of a function or class of the package. notebook: as read by nbformat.
+    """
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and cell.source.startswith(_MAGIC):
             magic, _, source = cell.source.partition("\n")
             yield number, magic.removeprefix(_MAGIC).strip(), source
 
 
-def find_stale_cells(notebook: Any) -> list[tuple[int, str, str]]:
-    """Return (index of the cell, symbol, package's source) of the `%%piece` cells that differ from the package.
+def find_stale_piece_cells(notebook: Any) -> list[tuple[int, str, str]]:
+    """Return (index of the cell, symbol, package's source) for every `%%piece` cell that differs from the package.
 
-    Raises UserError for a symbol that the package does not have.
+    notebook: as read by nbformat. Raises UserError for a symbol that the package does not have.
     """
     wanted = (
         (number, name, source, read_symbol_source(name).rstrip("\n"))
@@ -39,12 +42,12 @@ def find_stale_cells(notebook: Any) -> list[tuple[int, str, str]]:
     return [(number, name, now) for number, name, source, now in wanted if source != now]
 
 
-def update_cells(file: Path) -> list[str]:
-    """Rewrite the stale `%%piece` cells of a notebook file; return their symbols."""
+def update_piece_cells(file: Path) -> list[str]:
+    """Update the `%%piece` cells of a notebook file that differ from the package's source; return their symbols."""
     import nbformat
 
     notebook = nbformat.read(file, as_version=4)
-    changed = find_stale_cells(notebook)
+    changed = find_stale_piece_cells(notebook)
     for number, name, source in changed:
         notebook.cells[number].source = f"{_MAGIC}{name}\n{source}"
     if changed:
@@ -52,7 +55,7 @@ def update_cells(file: Path) -> list[str]:
     return [name for _, name, _ in changed]
 
 
-def execute_notebook(file: Path) -> None:
+def _execute_notebook(file: Path) -> None:
     """Execute a notebook in its folder and store its outputs, without the times of execution."""
     import nbformat
     from nbclient import NotebookClient
@@ -69,7 +72,9 @@ def execute_notebook(file: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Update the `%%piece` cells of all notebooks of a folder, and run the notebooks if `--run` is given.
+    """Replace the text of each `%%piece` cell, in all notebooks of a folder, by the source of the symbol that it names.
+
+    With `--run`, also execute the notebooks and store their outputs.
 
     argv: the arguments of the command; those of the process if None. Returns exit code 0, or 2 when a folder holds no
     notebook or a cell names an unknown symbol.
@@ -85,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not files:
             raise UserError(f"{options.folder} holds no notebook")
         for file in files:
-            for name in update_cells(file):
+            for name in update_piece_cells(file):
                 print(f"{file}: {name}")
             if options.run:
-                execute_notebook(file)
+                _execute_notebook(file)
                 print(f"{file}: run")
     except UserError as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ import torch
 from minidist.config import (
     CommConfig,
     Config,
+    ConsistencyConfig,
     DataConfig,
     MeshConfig,
     OptimConfig,
@@ -37,10 +38,11 @@ SHORT_SAMPLES = (
     13  # with padding, the first samples of each global batch, so that equal partitions have unequal token counts
 )
 
-# How gradients are reduced, and the ZeRO configuration.
+# How gradients are reduced, and the ZeRO configuration. central: on one rank, which updates the parameters.
 GRADIENTS = {
     "bucketed": {},
     "naive": {},
+    "central": {},
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero2-whole": {"stage": 2, "keep_gradients": True},
@@ -97,13 +99,14 @@ HALF = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a layout and a value for every switch.
+    """One configuration of the parity test: a layout and a value for each switch (an option such as the optimizer).
 
-    ranks: the model's sizes are multiples of this number; layers: the number of layers of the model. Cases with equal
-    ranks and layers have the same model, and may share a reference. The other fields are the switches; their possible
-    values are in SWITCHES. gradients: how gradients are reduced, and the ZeRO stage; start: whether all ranks start
-    with equal parameters; shares: whether the data-parallel ranks have equal shares of the batch; padding, clip,
-    empty_step: see `adjust_labels`; resume: continue from a checkpoint before step RESUME_AFTER.
+    ranks: the sizes of the model are multiples of this number. layers: the number of layers of the model. Cases with
+    equal ranks and layers have the same model, and may share a reference run. The fields after `mesh_layout` are the
+    switches; SWITCHES lists their possible values. gradients: how gradients are reduced, and the ZeRO stage. tied:
+    whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all ranks start
+    with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume: whether the
+    run is stopped before step RESUME_AFTER and resumed from a checkpoint.
     """
 
     ranks: int
@@ -125,21 +128,20 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that run the case."""
+        """The number of ranks on which the case runs."""
         return self.mesh_layout.mesh.world_size
 
     @property
     def num_micro_batches(self) -> int:
         """The number of micro-batches per step.
 
-        It is the switch `micro_batches`; a value above 1 is raised to twice the number of pipeline stages if that is
-        more.
+        It is the field `micro_batches`; if that is above 1, it is at least twice the number of pipeline stages.
         """
         return 1 if self.micro_batches == 1 else max(self.micro_batches, 2 * self.mesh_layout.pp)
 
     @property
     def description(self) -> str:
-        """The layout and one word for each switch that does not have its default value."""
+        """The layout and one word for each switch that does not have its default value, as text."""
         words = [str(self.mesh_layout), self.gradients]
         if self.num_micro_batches > 1:
             words.append(f"micro-batches={self.num_micro_batches}")
@@ -153,14 +155,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of the row, which `--only` matches."""
+        """The description, dtype and optimizer as text: the name that `--only` matches."""
         return f"{self.description} {self.dtype} {self.optimizer}"
 
     @property
     def reference_case(self) -> "Case":
-        """The same case in one process, with the default value of every switch that makes no difference there.
+        """The case with which this case is compared: the same model and batches in one process.
 
-        Several cases share a reference.
+        Switches that make no difference in one process have their default value, so several cases share a reference
+        case.
         """
         defaults = {
             "gradients": "bucketed",
@@ -175,25 +178,29 @@ class Case:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """The tolerated relative difference by kind of value (`compare.KINDS`); kinds without one are only reported."""
+        """The tolerated relative difference from the reference, by kind of value (`compare.KINDS`).
+
+        A kind without an entry is reported only.
+        """
         return TOLERANCES[self.dtype, self.optimizer]
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step, which decreases from step to step as under a learning-rate schedule.
+        """Return the learning rate of a step, which decreases from step to step as under a learning-rate schedule.
 
-        SGD's is smaller for deeper models: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
+        With SGD it is smaller for deeper models: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
         """
         return (0.2 / self.layers if self.optimizer == "sgd" else 1e-3) / (1 + 0.2 * step)
 
     def make_model(self, seed: int = SEED) -> EdgeCaseTransformer:
-        """A new model with initial values: in float64 in cases of that dtype, else in float32."""
+        """Make the model with initial parameters drawn from `seed`, in float64 if that is the case's dtype, else in
+        float32."""
         model = EdgeCaseTransformer(self.model_config)
         init_parameters(model, seed)
         return model.to(torch.float64 if self.dtype == "float64" else torch.float32)
 
     @property
     def model_config(self) -> ModelConfig:
-        """The configuration of a model that every layout of `ranks` ranks can run: its sizes are multiples of `ranks`.
+        """The sizes of the model: multiples of `ranks`, so that every layout of `ranks` ranks can run it.
 
         It has fewer key-value heads than some layouts have tensor-parallel ranks.
         """
@@ -214,13 +221,15 @@ class Case:
     def seq_len(self) -> int:
         """Tokens per sample: a multiple of 2 * `ranks`, so that every layout can divide a sample evenly.
 
-        The factor 2 is for ring attention, which divides a sample into two chunks per rank.
+        Ring attention divides a sample into two chunks per rank.
         """
         return _round_up(12, 2 * self.ranks)
 
     def config(self, clip_norm: float | None = None) -> Config:
-        """Make the configuration of the run. clip_norm: the gradient norm to clip to (the reference chooses it); None
-        for no clipping."""
+        """Make the configuration with which the trainer runs the case.
+
+        clip_norm: the gradient norm to clip to, chosen by the reference run; None for no clipping.
+        """
         # Every step overrides the learning rate. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
@@ -238,25 +247,26 @@ class Case:
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
             comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
+            consistency=ConsistencyConfig(mode="central" if self.gradients == "central" else "synchronous"),
             train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches),
             recompute=self.recompute,
         )
 
     def batch_shares(self) -> tuple[float, ...] | None:
-        """The weight of each data-parallel rank's share of the batch; None if all shares are equal.
+        """Return the fraction of the global batch for each data-parallel rank, as weights; None if all are equal.
 
-        Uneven shares: one rank has no samples and the others have different numbers of samples.
+        Unequal weights are 0, 1, 2, ...: the first rank has no samples.
         """
         if self.shares == "equal":
             return None
         return tuple(float(rank) for rank in range(self.mesh_layout.dp))
 
     def make_loader(self) -> Loader:
-        """A new loader of the case's samples."""
+        """Make a loader of the case's samples, which are synthetic text."""
         return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
     def adjust_labels(self, step: int, batch: Batch) -> Batch:
-        """Return the batch with the labels that the case's switches require in this step.
+        """Return a copy of a batch in which the labels are changed as the switches of the case require in this step.
 
         padding: the first samples of the batch predict only two tokens, always the same ones, so a mean of the ranks'
         mean losses is far from the mean over all tokens. clip: in step CLIPPED_STEP all labels are equal, so the

@@ -27,8 +27,8 @@ _DIFFERENCES = ("loss_diff", "grad_diff", "grad_norm_diff", "param_diff")
 class ParityOptions:
     """Compare every layout of N ranks, and one rank, with an independent training loop in one process.
 
-    Compared on every rank: the loss and gradient norm of every step, every gradient before clipping, and every
-    parameter at the end. The exit code is 0 if all agree, 1 if any differs or could not run.
+    Every rank compares the loss and gradient norm of every step, every gradient before clipping, and every parameter at
+    the end. The exit code is 0 if all agree, 1 if any differs or could not run.
     """
 
     ranks: int = 2
@@ -43,7 +43,7 @@ class ParityOptions:
 
 
 def main(options: ParityOptions) -> int:
-    """Run the comparison and print it; return the exit code, 0 if all cases agree, else 1.
+    """Run the parity test that the options select and print its table; return 0 if all cases agree, else 1.
 
     Raises UserError for invalid options.
     """
@@ -66,15 +66,17 @@ def main(options: ParityOptions) -> int:
     if options.json is not None:
         options.json.write_text(
             parity_json(
-                rows, not_run, list_refused_combinations(options), describe_left_out_combinations(options, cases)
+                rows, not_run, _list_refused_combinations(options), describe_left_out_combinations(options, cases)
             )
         )
     return 0 if rows and not different and len(rows) == len(cases) else 1
 
 
 def choose_cases(options: ParityOptions) -> list[Case]:
-    """Return the cases that the options select. Raises UserError if there are none or the JSON file cannot be
-    written."""
+    """Return the cases that the options select.
+
+    Raises UserError if there are none or the JSON file cannot be written.
+    """
     if options.ranks < 1:
         raise UserError(f"--ranks is {options.ranks}; parity needs at least 1 rank. Give --ranks 2.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -106,24 +108,24 @@ def _select_cases(only: str, options: ParityOptions) -> list[Case]:
 
 
 def describe_plan(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
-    """Return the lines that describe the plan: rows per group of layouts, and the pairs of switch values they cover."""
+    """Return lines of text that say what will be compared: how many cases, and how many pairs of switch values."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
     for part in plan_cases(options.ranks, options.full):
-        selected = part.select(cases)
-        covered, pairs = part.coverage(selected)
+        selected = part.filter_cases(cases)
+        covered, pairs = part.count_covered_pairs(selected)
         meshes = len({case.mesh_layout.mesh for case in selected})
         over = f" on {meshes} meshes" if meshes > 1 else ""
         lines.append(f"  {part.title}: {len(selected)} rows{over}; {covered} of the {pairs} pairs of switch values")
     values = [f"{name} {'|'.join(map(str, options))}" for name, options in SWITCHES.items()]
     lines += textwrap.wrap("switches: " + ", ".join(values), WIDTH, initial_indent="  ", subsequent_indent="    ")
-    for name, why in list_refused_combinations(options).items():
+    for name, why in _list_refused_combinations(options).items():
         lines += textwrap.wrap(f"refused: {name}: {why}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     if options.only is not None:
         lines.append(f"  only rows that match {options.only!r}")
     return lines
 
 
-def list_refused_combinations(options: ParityOptions) -> dict[str, str]:
+def _list_refused_combinations(options: ParityOptions) -> dict[str, str]:
     """Return the combinations of layout and switch value that cannot run, each with the reason: {combination: reason}.
 
     Of all combinations with the same reason only the first is listed.
@@ -136,11 +138,11 @@ def list_refused_combinations(options: ParityOptions) -> dict[str, str]:
 
 
 def describe_left_out_combinations(options: ParityOptions, cases: Sequence[Case]) -> dict[str, str]:
-    """Return {"N more combinations of layouts and switches": the reason}; an empty dict if no combination is left out.
+    """Return {"N more combinations of layouts and switches": the reason why they do not run}; {} if none is left out.
 
-    N counts the combinations that could run and that the options do not select.
+    N counts the combinations that could run and are not among `cases`.
     """
-    everything = sum(part.product for part in plan_cases(options.ranks, options.full))
+    everything = sum(part.num_combinations for part in plan_cases(options.ranks, options.full))
     if len(cases) >= everything:
         return {}
     why = "the rows that run contain every pair of their values" if options.only is None else f"--only {options.only}"
@@ -157,7 +159,10 @@ def _line(name: str, dtype: str, optimizer: str, *rest: str) -> str:
 
 
 def format_result_row(row: dict) -> list[str]:
-    """Return the lines of one row of the table, with the first difference and the worst tensor if the row is not ok."""
+    """Return the lines of text for one row of the result table (see `make_table_row`).
+
+    If the row is not ok, the lines name the first difference and the worst tensor.
+    """
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     numbers = [f"{row[key]:.1e}" for key in _DIFFERENCES]
     lines = [_line(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
@@ -182,10 +187,11 @@ def _format_failures(different: int, not_run: int, start_s: float) -> str:
 def parity_json(
     rows: Sequence[dict], not_run: Sequence[dict], refused: Mapping[str, str], left_out: Mapping[str, str]
 ) -> str:
-    """Return the JSON document: the rows, and each refused, failed or left-out combination with the reason.
+    """Return the results as a JSON document: the rows, and each combination that did not run, with the reason.
 
-    JSON has no infinity. An infinite difference (a missing tensor or a non-finite number) is written as the largest
-    double, 1.8e308, so that comparing it with the tolerance gives the right verdict.
+    not_run: the cases that failed to run. refused: reasons by combination that cannot run. left_out: reasons by
+    combination that was not selected. JSON has no infinity: an infinite difference (a missing tensor or a non-finite
+    number) is written as the largest double, 1.8e308, so that comparing it with the tolerance gives the right verdict.
     """
     finite = [{key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows]
     omitted = {"refused": refused, "left_out": left_out}

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from minidist.parameters import Box, ParamSpec
 
-FirstWrong = tuple[tuple[int, int, int], str]
+FirstDifference = tuple[tuple[int, int, int], str]
 
 # In the order of reporting within a step: a tensor's name says more than a wrong loss.
 KINDS = ("grad", "loss", "grad_norm", "param")
 
 
 def relative_difference(local: Tensor, reference: Tensor, spec: ParamSpec) -> float:
-    """max|a - b| / max|b|: compare this rank's shard `a` with the same elements of the full reference tensor `b`.
+    """Return max|a - b| / max|b| for this rank's shard `a` and the same elements of the full reference tensor `b`.
 
-    max|b| is taken over all of `b`; the difference is absolute where `b` is all zeros, and 0 where this rank has no
-    elements of the tensor. spec: its boxes are the index ranges of the tensor that this rank has. local: the shard, in
-    the shape of the spec's only box, or with the elements of all boxes concatenated in one dimension.
+    max|b| is taken over all of `b`. The result is absolute where `b` is all zeros, 0 where this rank has no elements of
+    the tensor, and infinite if shapes do not match or a number is non-finite. local: the shard, in the shape of the
+    spec's only box, or with the elements of all boxes concatenated in one dimension. spec: its boxes are the index
+    ranges of the tensor that this rank has.
     """
     has_box_shape = len(spec.boxes) == 1 and local.shape == spec.boxes[0].shape
     if reference.shape != spec.shape or not (has_box_shape or local.shape == (spec.numel,)):
@@ -42,7 +43,7 @@ def relative_difference(local: Tensor, reference: Tensor, spec: ParamSpec) -> fl
 
 
 def relative_scalar_difference(local: float | None, reference: float) -> float:
-    """|a - b| / |b| of two numbers; infinite if one is None or non-finite."""
+    """Return |a - b| / |b| of two numbers, absolute if b is 0; infinite if one is None or non-finite."""
     if local is None or not (math.isfinite(local) and math.isfinite(reference)):
         return math.inf
     return abs(local - reference) / (abs(reference) or 1.0)
@@ -50,9 +51,9 @@ def relative_scalar_difference(local: float | None, reference: float) -> float:
 
 @dataclass
 class Comparison:
-    """Collects the differences between one rank and the reference, and finds the first that exceeds its tolerance.
+    """Collects the differences between one rank and the reference run, and finds the first beyond its tolerance.
 
-    tolerance: the tolerated relative difference by kind of value (KINDS); a kind without an entry is only reported.
+    tolerance: the tolerated relative difference by kind of value (KINDS); a kind without an entry is reported only.
     largest: the largest difference of each kind.
     worst: (difference / tolerance, name) of the tensor where that ratio is largest.
     first: the first difference beyond its tolerance, as ((step, kind, order), "step 0 grad model.norm.weight"); the
@@ -63,12 +64,13 @@ class Comparison:
     tolerance: Mapping[str, float]
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     worst: tuple[float, str | None] = (-1.0, None)
-    first: FirstWrong | None = None
-    on_first: Callable[[FirstWrong], None] = lambda first: None
+    first: FirstDifference | None = None
+    on_first: Callable[[FirstDifference], None] = lambda first: None
     _seen: int = 0
 
     def add_difference(self, kind: str, step: int, name: str | None, diff: float) -> None:
-        """Add a relative difference of this kind (one of KINDS) in a step. name: of the tensor; None for a scalar."""
+        """Add a relative difference between this rank and the reference. kind: one of KINDS. name: of the tensor, if
+        any."""
         self._seen += 1
         diff = math.inf if math.isnan(diff) else diff  # max() would ignore a NaN
         self.largest[kind] = max(self.largest[kind], diff)
@@ -83,10 +85,11 @@ class Comparison:
     def compare_tensor(
         self, kind: str, step: int, name: str, local: Tensor | None, reference: Tensor | None, spec: ParamSpec
     ) -> None:
-        """Compare this rank's shard with the full reference tensor, and add their `relative_difference`.
+        """Compute the `relative_difference` between this rank's shard and the full reference tensor, and add it.
 
         kind: one of KINDS. local, reference: None for the gradient of an unused parameter. If both are None, the
-        difference is 0; if only one is, it is infinite. spec: gives the index ranges of the tensor that this rank has.
+        difference is 0; if only one is, it is infinite. spec: its boxes are the index ranges of the tensor that this
+        rank has.
         """
         if local is not None and reference is not None:
             self.add_difference(kind, step, name, relative_difference(local, reference, spec))
@@ -94,7 +97,7 @@ class Comparison:
             self.add_difference(kind, step, name, 0.0 if local is reference else math.inf)
 
     def record_failure(self, step: int, kind: str, what: str) -> None:
-        """Record a failure without a numerical difference as an infinite difference of its kind. what: describes it."""
+        """Add an infinite difference of this kind, for a failure that has no number. what: describes the failure."""
         self.largest[kind] = math.inf
         self._record_first(step, kind, f"step {step} {what}")
 
@@ -105,15 +108,12 @@ class Comparison:
             self.on_first(self.first)
 
     def compare_scalar(self, kind: str, step: int, local: float | None, reference: float) -> None:
-        """Add the difference between a scalar of this rank, such as the loss, and the same scalar of the reference."""
+        """Compute the relative difference between this rank's loss or gradient norm and the reference's, and add it."""
         self.add_difference(kind, step, None, relative_scalar_difference(local, reference))
 
 
 def has_uncovered_elements(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether some element of a tensor is in none of the boxes (index ranges) that the ranks have of it.
-
-    boxes: the boxes of all ranks together.
-    """
+    """Return whether some element of a tensor of this shape is on no rank. boxes: the index ranges of all ranks."""
     covered = torch.zeros(shape, dtype=torch.bool)
     for box in boxes:
         covered[box.slices] = True

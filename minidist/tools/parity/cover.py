@@ -17,9 +17,10 @@ Switches = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class CaseFamily:
-    """Cases with the same features (properties of their layout, such as the mesh) and the same possible switch values.
+    """A set of cases: all combinations of the possible values of their switches (options such as the optimizer).
 
-    fixed: the value of each feature, by name; switches: the possible values of each switch, by name.
+    switches: the possible values of each switch, by name. fixed: properties that all cases of the family have in
+    common, such as the mesh, by name.
     """
 
     switches: Switches
@@ -27,36 +28,39 @@ class CaseFamily:
 
     @property
     def choices(self) -> dict[str, Sequence[Any]]:
-        """The possible values of every feature and switch; a feature has one."""
+        """The possible values of every switch and every fixed property, by name; a fixed property has one value."""
         return {**{name: (value,) for name, value in self.fixed.items()}, **self.switches}
 
 
-def value_pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """Return every pair of values of two different switches.
+def value_pairs(choices: Switches, excluded: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """Return every pair of values of two different switches, each value as (switch name, value).
 
-    choices: the possible values of each switch, by name. apart: pairs of switch names that are left out.
+    choices: the possible values of each switch, by name. excluded: pairs of switch names that are left out.
     """
-    names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in apart]
+    names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in excluded]
     return {((a, x), (b, y)) for a, b in names for x in choices[a] for y in choices[b]}
 
 
-def value_pairs_in_case(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """Return the pairs of values in one case, given its value of each switch. apart: as in `value_pairs`."""
-    return value_pairs({name: (value,) for name, value in case.items()}, apart)
+def value_pairs_in_case(case: Mapping[str, Any], excluded: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """Return every pair of values of two different switches in one case. case: the value of each switch, by name.
+
+    excluded: pairs of switch names that are left out.
+    """
+    return value_pairs({name: (value,) for name, value in case.items()}, excluded)
 
 
 def pairwise_cover(
-    families: Sequence[CaseFamily], seed: int = 0, candidates: int = 30, apart: Sequence[frozenset[str]] = ()
+    families: Sequence[CaseFamily], seed: int = 0, candidates: int = 30, excluded: Sequence[frozenset[str]] = ()
 ) -> list[dict[str, Any]]:
-    """Return cases that together contain every pair of values that a family allows; the same seed gives the same cases.
+    """Choose few cases that together contain every pair of values of two switches that some family allows.
 
-    Greedy, as in AETG (Cohen et al. 1997): each case is the best of several candidates, each grown value by value from
-    a missing pair. candidates: how many are tried per case. apart: pairs of switch names whose values need not be
-    combined.
+    Returns the value of each switch, by name, for each case; the same seed gives the same cases. Greedy, as in AETG
+    (Cohen et al. 1997): each chosen case is the best of `candidates` cases, each of which is built, value by value,
+    from a pair not yet covered. excluded: pairs of switch names whose values need not be combined.
     """
     draw = random.Random(seed)
     choices = [family.choices for family in families]
-    missing: set[Pair] = set().union(*(value_pairs(family, apart) for family in choices))
+    missing: set[Pair] = set().union(*(value_pairs(family, excluded) for family in choices))
     cases = []
     while missing:
         in_order = sorted(missing, key=repr)

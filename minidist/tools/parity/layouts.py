@@ -9,10 +9,10 @@ from minidist.validation import SCHEDULES
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the variants of its axes: pipeline schedule, sequence parallelism, context-parallel attention.
+    """A mesh, and the variants of its axes: pipeline schedule, sequence parallelism, context-parallel attention.
 
-    pp, dp, cp, tp: the size of each axis; schedule: over pp; sequence: whether tp has sequence parallelism; context:
-    "ring" or "ulysses" attention over cp. The variant of an axis of size 1 is None.
+    pp, dp, cp, tp: the size of each axis. schedule: the pipeline schedule; None if pp is 1. sequence: whether tensor
+    parallelism has sequence parallelism; None if tp is 1. context: "ring" or "ulysses" attention; None if cp is 1.
     """
 
     pp: int = 1
@@ -29,7 +29,7 @@ class Layout:
         return Mesh(**{axis: getattr(self, axis) for axis in AXES})
 
     @property
-    def chunks(self) -> int:
+    def chunks_per_stage(self) -> int:
         """The number of model chunks per pipeline stage."""
         return 2 if self.schedule in ("interleaved", "zb-v") else 1
 
@@ -42,7 +42,7 @@ class Layout:
 def list_layouts(world: int) -> list[Layout]:
     """Return every factorisation of `world` ranks over the mesh axes, each with every variant of its axes.
 
-    Pure data parallelism comes first.
+    Pure data parallelism is the first.
     """
     layouts = []
     for pp, cp, tp in product(range(1, world + 1), repeat=3):

@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class ReferenceMuon(torch.optim.Optimizer):
-    """Muon by its definition: the update is the momentum matrix with a polynomial applied to its singular values.
+    """The Muon optimizer by its definition, by singular value decomposition, to compare the trainer's Muon with.
 
-    Five times `3.4445 x - 4.7750 x^3 + 2.0315 x^5`, of values divided by the norm (Jordan et al. 2024); scaled by
-    `0.2 sqrt(max(rows, columns))` (arXiv 2502.16982, section 2.2). The trainer iterates on
-    the matrix instead of decomposing it.
+    The update is the momentum matrix, divided by its norm, with the polynomial `3.4445 x - 4.7750 x^3 + 2.0315 x^5`
+    applied five times to its singular values (Jordan et al. 2024), scaled by `0.2 sqrt(max(rows, columns))` (arXiv
+    2502.16982, section 2.2). The trainer iterates on the matrix instead of decomposing it.
     """
 
     def __init__(self, matrices: Sequence[Tensor], momentum: float, weight_decay: float):
@@ -19,7 +19,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every matrix; each must have a gradient."""
+        """Update every matrix in place. Every matrix must have a gradient."""
         (group,) = self.param_groups
         beta, lr = group["momentum"], group["lr"]
         for matrix in group["params"]:
@@ -34,7 +34,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers with the interface of one; each updates other parameters."""
+    """Several optimizers with the interface of one; each updates parameters of its own."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         self.optimizers = optimizers

@@ -6,13 +6,14 @@ import difflib
 from minidist.errors import UserError
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, list_layouts
-from minidist.tools.parity.plan import make_case, possible_switches
+from minidist.tools.parity.plan import make_case, possible_switch_values
 from minidist.validation import validate
 
 
 def parse_case_name(name: str, ranks: int) -> Case:
-    """Return the case of `ranks` ranks, or of one rank, whose `Case.name` is `name`.
+    """Return the case with this name (`Case.name`).
 
+    ranks: the number of ranks if the case is distributed; a name without a mesh is a case of one rank.
     Raises UserError, which names the wrong word, if no case of `--full` has this name.
     """
     layout = _parse_layout(name, ranks)
@@ -30,7 +31,7 @@ def parse_case_name(name: str, ranks: int) -> Case:
     case = dataclasses.replace(plain, **chosen)
     if case.name != name:
         raise UserError(f"a row has its words in one order, each once: this one is named {case.name!r}.")
-    for switch, possible in possible_switches(layout).items():
+    for switch, possible in possible_switch_values(layout).items():
         if (value := getattr(case, switch)) not in possible:
             values = ", ".join(map(str, possible))
             raise UserError(f"{switch} is {value}, and on {layout} it can only be {values}.")

@@ -19,7 +19,7 @@ _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "st
 
 @dataclass(frozen=True)
 class PlanPart:
-    """Some of the layouts, and a selection of cases that covers every possible pair of switch values on them.
+    """A part of the parity plan: some layouts, and cases on them that cover every pair of switch values.
 
     A switch is an option of a case, such as the optimizer (SWITCHES).
     title: the part's title in the printed plan. layouts: in the order in which their cases run. families: the possible
@@ -36,11 +36,11 @@ class PlanPart:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """The selected cases, mesh by mesh. Choosing them takes seconds, so they are computed on first use."""
+        """The cases to run in this part, ordered by layout. They are computed on first use, which takes seconds."""
         if self.full:
             chosen = [choice for family in self.families for choice in _product(family)]
         else:
-            chosen = pairwise_cover(self.families, self.ranks, apart=_APART)
+            chosen = pairwise_cover(self.families, self.ranks, excluded=_APART)
         fixed = tuple(self.families[0].fixed)  # no feature if there is only one layout
         layouts = {tuple(_features(layout)[name] for name in fixed): layout for layout in self.layouts}
         cases = [
@@ -50,30 +50,29 @@ class PlanPart:
         return tuple(sorted(cases, key=lambda case: self.layouts.index(case.mesh_layout)))
 
     @property
-    def product(self) -> int:
-        """The number of all combinations of layouts and switch values, of which `cases` are a selection."""
+    def num_combinations(self) -> int:
+        """The number of all combinations of layouts and switch values in this part of the plan."""
         return sum(math.prod(map(len, family.switches.values())) for family in self.families)
 
-    def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
-        """Return how many pairs of switch values occur in these cases, and how many are possible in this part."""
+    def count_covered_pairs(self, cases: Iterable[Case]) -> tuple[int, int]:
+        """Return how many pairs of values of two switches are in `cases`, and how many are possible in this part."""
         pairs = set().union(*(value_pairs(family.choices, _APART) for family in self.families))
-        selected = self.select(cases)
-        if len(selected) == self.product:  # every combination, so every pair
+        selected = self.filter_cases(cases)
+        if len(selected) == self.num_combinations:  # every combination, so every pair
             return len(pairs), len(pairs)
         covered = set().union(*(value_pairs_in_case(_choice(case)) for case in selected))
         return len(pairs & covered), len(pairs)
 
-    def select(self, cases: Iterable[Case]) -> list[Case]:
-        """Return those of the given cases whose layout belongs to this part, even if `self.cases` lacks them."""
+    def filter_cases(self, cases: Iterable[Case]) -> list[Case]:
+        """Return the given cases whose layout belongs to this part of the plan."""
         return [case for case in cases if case.mesh_layout in self.layouts]
 
 
 @cache
 def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
-    """Plan the cases of `ranks` ranks in three parts: one rank, pure data parallelism, and all other layouts.
+    """Plan the parity cases of `ranks` ranks in three parts: one rank, pure data parallelism, and all other layouts.
 
-    Pure data parallelism, on which the other layouts build, has a pairwise cover to itself. full: every combination is
-    a case.
+    Each part covers every pair of switch values. full: every combination of layout and switch values is a case.
     """
     parts = [_part("1 rank", 1, [Layout()], full)]
     if ranks > 1:
@@ -85,7 +84,7 @@ def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
 
 
 def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
-    """The cases of all parts, in the order in which they run."""
+    """Return the cases of all parts, in the order in which they run."""
     return [case for part in parts for case in part.cases]
 
 
@@ -93,7 +92,7 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> Plan
     refused: dict[str, str] = {}
     families = []
     for layout in layouts:
-        switches = possible_switches(layout)
+        switches = possible_switch_values(layout)
         why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
@@ -106,7 +105,10 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> Plan
 def _gradients_by_dtype(switches: Switches) -> list[Switches]:
     """Full-precision dtypes with every gradient reduction; 16-bit dtypes only with those that can keep masters."""
     full = {"dtype": tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)}
-    half = {"dtype": HALF, "gradients": tuple(kind for kind in switches["gradients"] if kind != "naive")}
+    half = {
+        "dtype": HALF,
+        "gradients": tuple(kind for kind in switches["gradients"] if kind not in ("naive", "central")),
+    }
     return [full, half]
 
 
@@ -130,8 +132,11 @@ def _choice(case: Case) -> dict[str, Any]:
 
 
 def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
-    """The case of a layout with the given switch values. Its model has one layer per model chunk, but at least two."""
-    return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks), layout, **values)
+    """Make the parity case with this layout and these values of the switches (options of a case), by name.
+
+    Its model has one layer per model chunk, but at least two.
+    """
+    return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks_per_stage), layout, **values)
 
 
 def _refusal(layout: Layout, micro_batches: int) -> str | None:
@@ -144,8 +149,8 @@ def _refusal(layout: Layout, micro_batches: int) -> str | None:
     return None
 
 
-def possible_switches(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each switch, by name, that make a difference in a layout.
+def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """Return the values that make a difference in this layout, for each switch (option of a case), by name.
 
     A single rank cannot start with parameters different from others; a single replica has no batch shares.
     """
@@ -159,8 +164,10 @@ def possible_switches(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
-    """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks,
-    hybrid sharding more than two."""
+    """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
+    sharding more than two, and a central server nothing but data parallelism."""
+    if gradients == "central":
+        return 1 < layout.dp == layout.mesh.world_size
     if gradients.endswith("hybrid"):
         return layout.dp % 2 == 0 and layout.dp * layout.cp > 2
     return not gradients.startswith("zero") or layout.dp * layout.cp > 1

@@ -13,16 +13,16 @@ RARE_EVERY, RARE_AT = 40, 35
 
 
 class EdgeCaseTransformer(Transformer):
-    """A transformer with three more parameters and a buffer.
+    """A transformer with three unusual parameters and a buffer, which a wrong layout would treat wrongly.
 
-    All sizes of the transformer are multiples of the number of ranks. `rare`, `frozen` and `offset` are not: they have
-    one element more than a hidden state, so that ZeRO's flat parameters end in padding.
-
-    rare: used by one sample in forty, so in a step by one micro-batch of one rank, or by none, as in the first step. It
-        belongs to the last layer, so gradients of earlier layers are ready while its own is still awaited.
-    never: unused; its gradient stays None and the optimizer does not update it.
-    frozen: used, but does not require a gradient.
+    rare: a parameter used by one sample in forty, so in a step by one micro-batch of one rank, or by none, as in the
+    first step. It belongs to the last layer, so gradients of earlier layers are ready while its own is still awaited.
+    never: an unused parameter; its gradient stays None and the optimizer does not update it.
+    frozen: a parameter that is used but does not require a gradient.
     offset: a buffer that is broadcast from the first rank.
+
+    All sizes of the transformer are multiples of the number of ranks. `rare`, `frozen` and `offset` have one element
+    more than a hidden state, so that ZeRO's flat parameters end in padding.
     """
 
     def __init__(self, config: ModelConfig):
@@ -34,10 +34,11 @@ class EdgeCaseTransformer(Transformer):
         self.register_buffer("offset", torch.ones(size))
 
     def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **options) -> Tensor | tuple:
-        """Return the transformer's (loss sum, token count), with a term for each counted token of the rare samples.
+        """Return the transformer's (loss sum, token count); samples that use the parameter `rare` add to the loss.
 
-        A pipeline stage that is not the last returns its hidden state. The term depends on `rare`, `frozen` and
-        `offset`, which every layout has unsharded on the ranks that compute the loss.
+        They add a term for each counted token. It depends on the parameters `rare` and `frozen` and the buffer
+        `offset`, which every layout has unsharded on the ranks that compute the loss. A pipeline stage that is not the
+        last returns its hidden state instead.
         """
         out = super().forward(tokens, labels, address=address, **options)
         if isinstance(out, Tensor):  # not the last pipeline stage

@@ -23,7 +23,7 @@ from minidist.parameters import Box, named_parameters
 from minidist.tools.output_files import write_atomically
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
-from minidist.tools.parity.compare import Comparison, FirstWrong
+from minidist.tools.parity.compare import Comparison, FirstDifference
 from minidist.tools.parity.muon import CombinedOptimizer, ReferenceMuon
 from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
 from minidist.train.engine import Engine
@@ -31,17 +31,19 @@ from minidist.train.engine import Engine
 
 @dataclass(frozen=True)
 class RankReport:
-    """The result of one case on one rank: the trainer's run against the reference run in one process.
+    """The result of one parity case on one rank: differences between the trainer and the reference run in one process.
 
-    largest, worst, first: as in `Comparison`. shapes: the unsharded shape of every parameter and buffer, by name;
-    boxes: the index ranges of each that this rank has. digests: hashes of this rank's parameters and buffers at the
-    end, by name. scalars: the (loss, gradient norm) of each step here; the loss is None without counted tokens.
-    num_reference_clips: the number of steps in which the reference run clipped its gradient.
+    largest: the largest difference of each kind of value. worst: (difference / tolerance, name) of the tensor where
+    that ratio is largest. first: the first difference beyond its tolerance, None if there is none. shapes: the
+    unsharded shape of every parameter and buffer, by name. boxes: the index ranges that this rank has of each parameter
+    and buffer. digests: hashes of this rank's parameters and buffers at the end, by name. scalars: (loss, gradient
+    norm) of each step on this rank; the loss is None without counted tokens. num_reference_clips: the number of steps
+    in which the reference run clipped its gradient.
     """
 
     largest: dict[str, float]
     worst: tuple[float, str | None]
-    first: FirstWrong | None
+    first: FirstDifference | None
     shapes: dict[str, tuple[int, ...]]
     boxes: dict[str, tuple[Box, ...]]
     digests: dict[str, str]
@@ -50,27 +52,30 @@ class RankReport:
 
 
 def report_file(folder: str, number: int, rank: int) -> Path:
-    """The path of the `RankReport` of case `number` by rank `rank`."""
+    """Return the path to which rank `rank` writes its `RankReport` of case `number`."""
     return Path(folder, f"record-{number}-{rank}.pickle")
 
 
-def first_wrong_file(folder: str, number: int, rank: int) -> Path:
-    """The path of the first difference that rank `rank` found in case `number`; written as soon as it is found."""
+def first_difference_file(folder: str, number: int, rank: int) -> Path:
+    """Return the path to which rank `rank` writes the first difference that it finds in case `number`."""
     return Path(folder, f"first-{number}-{rank}.pickle")
 
 
-def reference_file(folder: str, number: int) -> str:
+def _reference_file(folder: str, number: int) -> str:
     """The path of the gradients, parameters, losses and norms of reference `number`."""
     return f"{folder}/reference-{number}.safetensors"
 
 
 def train_references(world: World, cases: Sequence[Case], folder: str) -> None:
-    """Train the reference of each case in one process, on the processes of `world` in turn; write them to `folder`."""
+    """Train the reference of each case in one process, and write its gradients, parameters and losses to `folder`.
+
+    The processes of `world` take the cases in turn; they do not communicate.
+    """
     for number in range(world.rank, len(cases), world.size):
-        write_reference(cases[number], reference_file(folder, number))
+        _write_reference(cases[number], _reference_file(folder, number))
 
 
-def write_reference(case: Case, file: str) -> None:
+def _write_reference(case: Case, file: str) -> None:
     """Train a reference in one process and write its results."""
     model = case.make_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -116,8 +121,8 @@ def _between_norms(case: Case, batches: Sequence) -> float:
     return sum(norms[-2:]) / 2
 
 
-def read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
-    """Read a `reference_file`: (loss, gradient norm before clipping, number of tokens) of each step, the tensors by
+def _read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
+    """Read a `_reference_file`: (loss, gradient norm before clipping, number of tokens) of each step, the tensors by
     name, and the norm to which gradients are clipped.
 
     The tensors are gradients, named `STEP/NAME`, and parameters and buffers at the end, named `end/NAME`.
@@ -128,9 +133,9 @@ def read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]]
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
-    """Collective: run cases on these ranks, one after the other, and write this rank's report of each.
+    """Collective: train each case on these ranks, one after the other, and write this rank's report of each.
 
-    cases: (number, case, number of its reference). folder: where the references are and the reports are written.
+    cases: (number, case, number of its reference). folder: contains the references; the reports are written there.
     """
     groups: Groups | None = None
     for number, case, reference_number in cases:
@@ -139,8 +144,8 @@ def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str)
             if groups is not None:
                 groups.destroy()
             groups = bind(world, mesh, specs)
-        on_first = partial(_write_pickle, first_wrong_file(folder, number, world.rank))
-        report = run_case(groups, case, reference_file(folder, reference_number), on_first)
+        on_first = partial(_write_pickle, first_difference_file(folder, number, world.rank))
+        report = run_case(groups, case, _reference_file(folder, reference_number), on_first)
         _write_pickle(report_file(folder, number, world.rank), report)
 
 
@@ -148,13 +153,13 @@ def _write_pickle(file: Path, what: object) -> None:
     write_atomically(file, pickle.dumps(what))
 
 
-def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWrong], None]) -> RankReport:
-    """Collective: train a case; compare every gradient, loss and norm, and finally every parameter, of this rank.
+def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstDifference], None]) -> RankReport:
+    """Collective: train one case and compare this rank's gradients, losses and parameters with the reference.
 
-    file: the `reference_file` of the case's reference. on_first: called with the first difference beyond its tolerance
-    as soon as it is found.
+    Gradients, loss and gradient norm are compared in every step, parameters at the end. file: the reference run, as
+    `train_references` wrote it. on_first: called with the first difference beyond its tolerance as soon as it is found.
     """
-    scalars, expected, clip_norm = read_reference_run(file)
+    scalars, expected, clip_norm = _read_reference_run(file)
     comparison, loader, scalars_seen = Comparison(case.tolerance, on_first=on_first), case.make_loader(), []
     engine = _make_engine(groups, case, clip_norm)
     rank, mesh = groups.world.rank, groups.mesh
@@ -174,10 +179,9 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWro
 
         def compare_gradients(step=step, engine=engine, calls=calls):
             calls.append(step)
-            for name, grad in engine.reducer.gradients().items():
-                comparison.compare_tensor(
-                    "grad", step, name, grad, expected.get(f"{step}/{name}"), engine.reducer.master_specs[name]
-                )
+            grads = engine.reducer.gradients()
+            for name, spec in engine.reducer.master_specs.items():  # with a central server, there only
+                comparison.compare_tensor("grad", step, name, grads[name], expected.get(f"{step}/{name}"), spec)
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
                     comparison.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])

@@ -21,11 +21,12 @@ def train_reference(
     seed: int,
     on_step: Callable[[int, float | None, float, int, dict[str, Tensor | None]], None],
 ) -> None:
-    """Train one step per global batch of (tokens, labels, sample numbers), with the learning rates `lrs`.
+    """Train a model in one process, without the package's trainer, one step per global batch.
 
-    on_step: called with the step, the loss, the global gradient norm, the number of counted tokens, and the gradients
-    by name before clipping (None for a parameter that was not used). A batch without counted tokens has no loss and is
-    skipped.
+    batches: (tokens, labels, sample numbers) of each global batch. lrs: the learning rate of each step. seed: of the
+    dropout masks. on_step: called with the step, the loss, the global gradient norm, the number of counted tokens, and
+    the gradients by name before clipping (None for a parameter that was not used). A batch without counted tokens has
+    no loss and is skipped.
     """
     model.train()
     for step, (tokens, labels, samples) in enumerate(batches):

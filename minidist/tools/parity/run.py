@@ -8,8 +8,8 @@ from itertools import combinations
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankServer, usable_cores
 from minidist.tools.parity.cases import STEPS, Case
-from minidist.tools.parity.compare import FirstWrong, has_uncovered_elements
-from minidist.tools.parity.ranks import RankReport, first_wrong_file, report_file, run_cases, train_references
+from minidist.tools.parity.compare import FirstDifference, has_uncovered_elements
+from minidist.tools.parity.ranks import RankReport, first_difference_file, report_file, run_cases, train_references
 
 _POLL_S = 0.1
 
@@ -17,10 +17,11 @@ _POLL_S = 0.1
 def run(
     server: RankServer, cases: Sequence[Case], deadline_s: float | None = None
 ) -> Iterator[tuple[Case, dict | str]]:
-    """Yield each case, as it ends, with its table row, or with the reason why there is none (its ranks failed).
+    """Train all cases on ranks of `server`; yield each case, as it ends, with its row of the result table.
 
-    deadline_s: seconds for all cases of one world size together; None for 60 s and 5 s per case. After a failure the
-    remaining cases run on new ranks. Every rank has one thread, as more do not speed up so small a model.
+    If the ranks of a case failed, yield the reason instead of the row. deadline_s: seconds for all cases of one world
+    size together; None for 60 s and 5 s per case. After a failure the remaining cases run on new ranks. Every rank has
+    one thread, as more do not speed up so small a model.
     """
     references = list(dict.fromkeys(case.reference_case for case in cases))
     with tempfile.TemporaryDirectory(prefix="minidist-parity-") as folder:
@@ -76,7 +77,7 @@ def _run_world(
 
 def _explain_failure(folder: str, number: int, world: int, failure: Exception) -> str:
     """Why a case has no row: the first difference, if any was found, and how the ranks failed."""
-    files = [first_wrong_file(folder, number, rank) for rank in range(world)]
+    files = [first_difference_file(folder, number, rank) for rank in range(world)]
     wrong = _first_of([pickle.loads(file.read_bytes()) if file.exists() else None for file in files])
     return f"{wrong} is wrong; then\n{failure}" if wrong else str(failure)
 
@@ -89,14 +90,14 @@ def _records(folder: str, number: int, world: int) -> list[RankReport] | None:
     return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def make_table_row(case: Case, records: Sequence[RankReport]) -> dict:
-    """Make the table row of a case from its ranks' reports.
+def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
+    """Combine the reports of a case's ranks into one row of the result table.
 
     The row is ok if no rank found a difference beyond its tolerance and the ranks agree with each other.
     """
-    largest = {kind: max(record.largest[kind] for record in records) for kind in records[0].largest}
-    _, worst = max((record.worst for record in records), key=lambda pair: pair[0])
-    first_wrong = _first_of([record.first for record in records]) or _find_cross_rank_fault(case, records)
+    largest = {kind: max(report.largest[kind] for report in reports) for kind in reports[0].largest}
+    _, worst = max((report.worst for report in reports), key=lambda pair: pair[0])
+    first_wrong = _first_of([report.first for report in reports]) or _find_cross_rank_fault(case, reports)
     return {
         "layout": case.description,
         "dtype": case.dtype,
@@ -112,7 +113,7 @@ def make_table_row(case: Case, records: Sequence[RankReport]) -> dict:
     }
 
 
-def _first_of(by_rank: Sequence[FirstWrong | None]) -> str | None:
+def _first_of(by_rank: Sequence[FirstDifference | None]) -> str | None:
     """The first difference on any rank, and on which ranks if not on all."""
     firsts = {rank: first for rank, first in enumerate(by_rank) if first is not None}
     if not firsts:

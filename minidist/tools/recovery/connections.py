@@ -10,14 +10,14 @@ import torch.distributed as dist
 from minidist.tools.shm.group import ShmGroup
 
 
-def interrupt_operations(open_before: set[int]) -> None:
-    """Make all operations of this process that wait for another rank fail, and those of the ranks that wait for it.
+def interrupt_operations(kept_inodes: set[int]) -> None:
+    """Make every pending operation between this process and other ranks fail, on this rank and on the others.
 
-    Another thread than the waiting one may call it; that one then leaves the groups with `abort_groups`.
-    open_before: as `list_open_files` returned it before the groups were created. gloo has no abort: its connections are
-    shut, which are those opened since.
+    It may be called from another thread than the waiting one, which then leaves the groups with `abort_groups`.
+    kept_inodes: the result of `list_open_file_inodes` before the process groups were created. gloo cannot abort an
+    operation, so all connections opened after that list was made are shut down.
     """
-    shut_down_connections(lambda sock: os.fstat(sock.fileno()).st_ino in open_before)
+    shut_down_connections(lambda sock: os.fstat(sock.fileno()).st_ino in kept_inodes)
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, ShmGroup):
             group.interrupt()
@@ -26,15 +26,15 @@ def interrupt_operations(open_before: set[int]) -> None:
 
 
 def abort_groups() -> None:
-    """Leave all process groups without waiting for the other ranks; nccl's communicators are aborted together."""
+    """Destroy all process groups of this process, without waiting for the other ranks."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 
 
 def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:
-    """Shut the TCP connections of this process, so that operations of gloo that wait for a peer fail, here and there.
+    """Shut down the TCP connections of this process, so that gloo's pending operations fail here and on the peers.
 
-    is_kept: which connections not to shut.
+    is_kept: returns True for a connection that must stay open.
     """
     for fd in map(int, os.listdir("/dev/fd")):
         try:
@@ -52,8 +52,8 @@ def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:
             sock.detach()
 
 
-def list_open_files() -> set[int]:
-    """Return the inodes of the open files of this process, sockets among them."""
+def list_open_file_inodes() -> set[int]:
+    """Return the inode numbers of all open files of this process, sockets included."""
     inodes = set()
     for fd in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):

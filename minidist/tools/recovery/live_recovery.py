@@ -9,7 +9,7 @@ newest checkpoint. The step that failed is then repeated: its global batch is a 
 the losses are those of a run without failure.
 
 A gradient of the failed step never reaches a parameter on one rank only: if the ranks' agreement on the step reached
-any rank, every rank updates (`Engine.catch_up`); otherwise none has.
+any rank, every rank updates (`Engine.apply_missed_update`); otherwise none has.
 """
 
 import functools
@@ -30,13 +30,13 @@ from minidist.data.corpus import Corpus, open_corpus
 from minidist.errors import UserError, format_ranks
 from minidist.fault import folders
 from minidist.fault.shards import SavedTensor, TensorShard
-from minidist.fault.signals import StopRequest
+from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generation, Membership
-from minidist.tools.recovery.replicas import HeldState, LoadedState, MemoryCopies, load_from_memory
+from minidist.tools.recovery.replicas import InMemoryState, LoadedState, MemoryCopies, load_from_memory
 from minidist.train import run_folder
 from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
 from minidist.train.observer import Observer
-from minidist.train.recovery import Recovery, Regroup
+from minidist.train.recovery import Recovery, RegroupRequested
 from minidist.train.trainer import Trainer
 from minidist.validation import validate
 
@@ -49,17 +49,18 @@ def train_with_recovery(
     config: Config,
     make_observers_and_meter: Callable[[Config], tuple[Sequence[Observer], Meter | None]] = lambda config: ((), None),
 ) -> dict[str, Any]:
-    """Collective: train as `train` does, and go on when ranks die. Replacements of dead processes call it, too.
+    """Collective: train as `train` does, and continue on the remaining ranks when ranks die. Return the run's summary.
 
-    world: of a process whose launcher records deaths in `world.store` and has created no process group. config: with
-    its folder. make_observers_and_meter: called for each generation. Returns the summary of the run, on spares too.
+    A process that replaces a dead one calls it, too. Spares (processes for which the mesh has no place) wait and return
+    the same summary. world: of a process that has created no process group; its launcher records deaths in
+    `world.store`. config: with its run folder. make_observers_and_meter: called whenever a new trainer is built.
     """
-    count_ranks = functools.partial(count_usable_ranks, config, world.size)
+    count_ranks = functools.partial(_count_usable_ranks, config, world.size)
     membership = Membership(world.store, world.member, world.size, count_ranks, config.comm.timeout_s)
     # Before it joins: the others must not wait for the text.
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
     recovery = LiveRecovery(membership, corpus, config.fault.memory_every)
-    with StopRequest() as stop:
+    with StopSignalRecorder() as stop:
         has_failed = False
         while (generation := membership.join_next_generation(has_failed)) is not None:
             trainer = None
@@ -68,14 +69,14 @@ def train_with_recovery(
                 rank_world = membership.connect(world)
                 if recovery.is_after_failure:
                     config = replace(config, fault=replace(config.fault, inject=None))  # injected once
-                current = recovery.adapt_resume(config)
-                trainer = Trainer(rank_world, with_open_dp(current), *make_observers_and_meter(current), recovery)
+                current = recovery.resume_from_newest_checkpoint(config)
+                trainer = Trainer(rank_world, _with_inferred_dp(current), *make_observers_and_meter(current), recovery)
                 summary = trainer.run(stop)
-            except (CommError, Regroup) as error:
+            except (CommError, RegroupRequested) as error:
                 has_failed = isinstance(error, CommError)
                 if has_failed:  # after a regroup another rank may still be in its last operation
                     membership.disconnect()
-                recovery.end_generation(trainer, error)
+                recovery.keep_state_for_next_trainer(trainer, error)
                 if trainer is not None:
                     trainer.close()
                 continue
@@ -84,12 +85,12 @@ def train_with_recovery(
                     trainer.close()
                 raise
             trainer.close()
-            membership.end(summary)
+            membership.end_run(summary)
             return summary
     return membership.summary
 
 
-def count_usable_ranks(config: Config, max_ranks: int, live: int) -> int:
+def _count_usable_ranks(config: Config, max_ranks: int, live: int) -> int:
     """Return how many of `live` ranks, at most `max_ranks`, the run can use: as many replicas as possible; 0 if none.
 
     The axes other than dp stay as configured.
@@ -97,25 +98,24 @@ def count_usable_ranks(config: Config, max_ranks: int, live: int) -> int:
     replica = config.mesh.pp * config.mesh.cp * config.mesh.tp
     for size in range(min(live, max_ranks) // replica * replica, 0, -replica):
         try:
-            validate(with_open_dp(config), size)
+            validate(_with_inferred_dp(config), size)
             return size
         except UserError:  # the global batch or the shard group does not divide
             continue
     return 0
 
 
-def with_open_dp(config: Config) -> Config:
-    """Return `config` with `mesh.dp` open: it is what the live ranks make it."""
+def _with_inferred_dp(config: Config) -> Config:
+    """Return `config` with the dp axis left open, so that the mesh infers its size from the number of live ranks."""
     return replace(config, mesh=replace(config.mesh, dp=None))
 
 
 class LiveRecovery(Recovery):
-    """What one process keeps from one generation to the next, and how a new `Trainer` gets its state from it.
+    """The state of live recovery in one process. It outlives failures, and restores each new `Trainer` from memory.
 
-    A generation is the set of live ranks that train together until one dies or a new one arrives.
-
-    corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies in memory
-    every this many steps; 0: never.
+    A generation is the set of live ranks that train together until one dies or a new one arrives; each generation has a
+    new trainer. corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies
+    of the training state in memory every this many steps; 0: never.
     """
 
     connect_timeout_s = CONNECT_TIMEOUT_S
@@ -124,8 +124,8 @@ class LiveRecovery(Recovery):
         self._membership, self.corpus, self._memory_every = membership, corpus, memory_every
         self._generation: Generation | None = None
         self._is_new = True  # this process has not trained yet
-        self._held: list[HeldState] = []
-        self._failed: tuple[Trainer, int] | None = None  # and its layout; its live tensors are not yet in `_held`
+        self._held: list[InMemoryState] = []
+        self._failed: tuple[Trainer, int] | None = None  # and its generation; its live tensors are not yet in `_held`
         self._copies: MemoryCopies | None = None
         self._last_step, self._failures_without_step = 0, 0
         self._failed_at_s: float | None = None
@@ -135,20 +135,21 @@ class LiveRecovery(Recovery):
         self._noted_deaths: set[int] = set()
 
     def enter_generation(self, generation: Generation) -> None:
-        """Record that this process is a rank of `generation`, the set of ranks between two failures or arrivals.
+        """Record that this process is a rank of `generation`, the ranks that train until one dies or a new one arrives.
 
-        This connects nothing: `Membership.connect` does.
+        It connects nothing: `Membership.connect` does.
         """
         self._generation = generation
         self._rank_of |= {member: rank for rank, member in enumerate(generation.members)}
 
-    def end_generation(self, trainer: Trainer | None, reason: Exception) -> None:
-        """Keep the states that this rank holds, for the next generation, and count failures without progress.
+    def keep_state_for_next_trainer(self, trainer: Trainer | None, reason: Exception) -> None:
+        """Keep the training state in this rank's memory for the trainer that is built after a failure or regroup.
 
-        trainer: of this generation; None if it was not built completely: then the states of before are kept. Raises
-        `reason` again if operations fail although nobody has died, and no step succeeds in between.
+        trainer: the trainer that ends; None if it was not built completely, in which case the earlier states are kept.
+        reason: why the trainer ends. Raises `reason` again if operations have failed several times although nobody has
+        died, without a completed step in between.
         """
-        if not isinstance(reason, Regroup):
+        if not isinstance(reason, RegroupRequested):
             self._failed_at_s = self._failed_at_s or time.time()
             self._last_failure = self._generation.number
             self._failures_without_step += not self._membership.find_dead_members()
@@ -157,11 +158,14 @@ class LiveRecovery(Recovery):
         if trainer is not None:
             self._is_new, self._last_step = False, trainer.progress.step
             self._failed = trainer, self._generation.number
-            self._held = ([] if self._copies is None else self._copies.held) + self._held
+            self._held = ([] if self._copies is None else self._copies.complete_states) + self._held
         self._copies = None
 
-    def adapt_resume(self, config: Config) -> Config:
-        """Return `config` with `checkpoint.resume` auto if this run has written checkpoints in its folder."""
+    def resume_from_newest_checkpoint(self, config: Config) -> Config:
+        """Return `config`, set to resume from the run's newest checkpoint if this is not its first generation.
+
+        The trainer loads that checkpoint if the ranks hold no complete state in memory. Unchanged without a checkpoint.
+        """
         if not self.is_after_failure or not folders.complete_checkpoints(Path(config.folder) / run_folder.CHECKPOINTS):
             return config
         how = replace(config.checkpoint, resume=run_folder.AUTO)
@@ -169,12 +173,12 @@ class LiveRecovery(Recovery):
 
     @property
     def is_after_failure(self) -> bool:
-        """Whether this is not the first generation of the run."""
+        """Whether the run has lost or gained ranks before: this is not its first generation."""
         return self._generation.number > 0
 
     @property
     def is_regroup_requested(self) -> bool:
-        """Whether more ranks can be used, on rank 0, which looks for arrivals; False on the others."""
+        """On rank 0: whether new processes have arrived with which the run can use more ranks. Else False."""
         if self._generation.members[0] != self._membership.member or time.monotonic() < self._next_look_s:
             return False
         self._next_look_s = time.monotonic() + _ARRIVALS_EVERY_S
@@ -183,15 +187,15 @@ class LiveRecovery(Recovery):
     # -- the state --------------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Trainer) -> bool:
-        """Collective: load the newest state in the memory of the ranks into a new trainer; False if there is none.
+        """Collective: load the newest training state that the ranks hold in memory into a new trainer.
 
-        Then the state of a checkpoint is needed, or the run begins again.
+        Returns False if they hold no complete state; the trainer must then load a checkpoint or begin again.
         """
         engine = None if self._failed is None else self._failed[0].engine
         decisions = [one for one in trainer.all_gather_object(engine and engine.decision) if one is not None]
         if engine is not None:
             if decisions:
-                engine.catch_up(max(decisions, key=lambda one: one.step))
+                engine.apply_missed_update(max(decisions, key=lambda one: one.step))
             if engine.completed_steps is not None:
                 self._held.insert(0, _hold_live_tensors(*self._failed))
             self._failed = None
@@ -219,7 +223,7 @@ class LiveRecovery(Recovery):
         return loaded is not None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Collective: refresh the copies of the training state in memory for the layout of this generation."""
+        """Collective: copy the training state into the memory of the ranks, with the sharding of the new trainer."""
         mesh, all_gather_object = trainer.mesh, trainer.all_gather_object
         self._copies = MemoryCopies(
             self._generation.number,
@@ -233,7 +237,10 @@ class LiveRecovery(Recovery):
         self._held = []  # all ranks have loaded theirs
 
     def on_step(self, trainer: Trainer) -> None:
-        """Refresh the copies in memory every `memory_every` steps (collective); note the end of a recovery."""
+        """Copy the training state into the memory of the ranks every `memory_every` steps (collective).
+
+        The first step after a failure also sends a note with the time since the failure.
+        """
         if self._failed_at_s is not None:
             seconds, self._failed_at_s = time.time() - self._failed_at_s, None
             trainer.send_note(f"step {trainer.progress.step} was completed {seconds:.2f} s after the failure")
@@ -301,12 +308,12 @@ def _describe_position(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
     }
 
 
-def _hold_live_tensors(trainer: Trainer, layout: int) -> HeldState:
+def _hold_live_tensors(trainer: Trainer, generation: int) -> InMemoryState:
     """The live tensors of a failed trainer, in host memory. Its engine must not be used any more."""
     shards = [replace(shard, tensor=shard.tensor.detach().cpu()) for shard in checkpoint_shards(trainer.engine)]
     is_reported = trainer.reported_steps == trainer.engine.completed_steps
     position = _describe_position(trainer, is_reported)
-    return HeldState(position["step"], layout, "live tensors", position, shards)
+    return InMemoryState(position["step"], generation, "live tensors", position, shards)
 
 
 def _exchange_bytes(group: Group, to_send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

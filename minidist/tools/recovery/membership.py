@@ -20,7 +20,7 @@ Why it ends, whenever a member dies:
   that dies has either published it or not. (A counter raised before its entry is written would leave a hole behind
   which no reader looks.)
 * Step 2 waits only for live members of generation N. Such a member is not held up by generation N: a thread of each
-  rank (`_LossWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
+  rank (`_LostRankWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
   fail, so it comes too. Where it cannot reach (gloo while it connects two ranks), CONNECT_TIMEOUT_S does.
 * A proposed member may have died unrecorded. Then connecting fails, and generation N + 2 begins without it. Each such
   turn uses up a death, and there are finitely many members.
@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from minidist.comm.world import World, connect_ranks
 from minidist.errors import CommError, RunError
-from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
+from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_file_inodes
 
 _POLL_S = 0.005
 _WATCH_S = 0.1
@@ -52,10 +52,10 @@ CONNECT_TIMEOUT_S = 20.0  # of gloo's connections: if a member dies just then, t
 
 @dataclass(frozen=True)
 class Generation:
-    """The live members (processes) that have agreed to train together until one dies or a new one arrives.
+    """The members (live processes) that have agreed to train together until one dies or a new one arrives.
 
-    number: 0, 1, ... members: ascending. The first `num_ranks` of them are the ranks, in order; the rest are spares,
-    which wait for a later generation.
+    number: 0 for the first generation, then 1, ... members: their numbers, ascending. The first `num_ranks` members are
+    the ranks, in order; the rest are spares, which wait for a later generation.
     """
 
     number: int
@@ -64,13 +64,16 @@ class Generation:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members that are ranks, in rank order."""
+        """The members that are ranks, in rank order: element r is the member with rank r."""
         return self.members[: self.num_ranks]
 
 
 @dataclass(frozen=True)
 class Death:
-    """The death of a member, as the launcher recorded it. cause: "killed by SIGKILL". time_s: of `time.time`."""
+    """The death of a member (a process of the run), as the launcher recorded it.
+
+    member: the member's number. cause: such as "killed by SIGKILL". time_s: Unix time of the death.
+    """
 
     member: int
     pid: int
@@ -79,12 +82,12 @@ class Death:
 
 
 def record_death(store: dist.Store, death: Death) -> None:
-    """Record in the run's store that a process has died. The launcher calls it."""
+    """Write the death of a process into the run's store, for all members to read. The launcher calls it."""
     _Log(store, "deaths").append(vars(death))
 
 
 def read_latest_generation(store: dist.Store) -> Generation | None:
-    """Return the latest `Generation` that members have agreed on; None before the first."""
+    """Return the latest generation (list of live processes) that the members agreed on; None before the first."""
     number = int(store.get("generation")) if store.check(["generation"]) else -1  # a late writer may have set it back
     while store.check([f"members/{number + 1}"]):
         number += 1
@@ -92,19 +95,18 @@ def read_latest_generation(store: dist.Store) -> Generation | None:
 
 
 def is_connected(store: dist.Store, generation: Generation) -> bool:
-    """Return whether all ranks of a generation have connected, and none has left it."""
+    """Return whether all ranks of a generation have created their process groups, and none has left the generation."""
     count = store.add(f"connected/{generation.number}", 0)
     return count == generation.num_ranks and not _arrival_log(store, generation.number + 1).read()
 
 
 class Membership:
-    """One member's view of the run.
+    """Agrees with the other processes of a run, through a store, on which of them are ranks when some die or arrive.
 
-    store: serves all members; no member hosts it. member: the number of this process. initial_members: number of
-    processes that the run starts with: 0, 1, ... count_ranks: for a number of live members, how many of them the mesh
-    can use as ranks; 0 if they cannot fill it. timeout_s: how long to wait for a member that lives, in seconds.
-
-    deaths: those recorded so far, by member.
+    A process of the run is a member; the members that train together form a `Generation`. store: the launcher serves
+    it. member: the number of this process. initial_members: how many processes the run starts with. count_ranks:
+    returns how many of a number of live members the mesh can use as ranks; 0 if they cannot fill it. timeout_s: how
+    long to wait for a live member, in seconds. deaths: the deaths recorded so far, by member.
     """
 
     def __init__(
@@ -118,60 +120,62 @@ class Membership:
         self.member, self._store, self._count_ranks, self._timeout_s = member, store, count_ranks, timeout_s
         self._generation = Generation(-1, tuple(range(initial_members)), initial_members)
         self._death_log, self._arrivals = _Log(store, "deaths"), _arrival_log(store, 0)
-        self._watch: _LossWatch | None = None
+        self._watch: _LostRankWatch | None = None
         self.deaths: dict[int, Death] = {}
 
     def join_next_generation(self, has_failed: bool = False) -> Generation | None:
         """Meet the other live members and return the generation that all of them agree on; None if the run is over.
 
-        has_failed: whether an operation of the present generation failed on this rank, so that the others must leave
-        it too. Blocks until every live member of the present generation has come, and until the mesh can be filled. A
-        spare also blocks while its generation works. Raises RunError if a live member does not come within the timeout.
+        has_failed: whether an operation of the present generation failed on this rank, so that the others must leave it
+        too. Blocks until every live member of the present generation has come, and until the mesh can be filled. A
+        member that becomes a spare blocks until it is a rank. Raises RunError if a live member does not come within the
+        timeout.
         """
         while (generation := self._agree(has_failed)) is not None:
             self.disconnect()  # all ranks have left the last generation, also if no operation has failed
             self._generation, has_failed = generation, False
             self._arrivals = _arrival_log(self._store, generation.number + 1)
             if self.member in generation.ranks:
-                self._watch = _LossWatch(self._store, generation)
+                self._watch = _LostRankWatch(self._store, generation)
                 return generation
             while self.member in generation.members and not self._is_ending() and not self._is_over():
                 time.sleep(_POLL_S)
         return None
 
     def find_dead_members(self) -> list[int]:
-        """Return the members of the present generation that have died."""
+        """Return the numbers of the processes of the present generation that have died, as the launcher recorded it."""
         self.deaths |= {entry["member"]: Death(**entry) for entry in self._death_log.read()}
         return [member for member in self._generation.members if member in self.deaths]
 
-    def find_loss(self) -> str | None:
-        """Return which rank of the present generation has died or left it after a failure, as a sentence, or None.
+    def find_lost_rank(self) -> str | None:
+        """Describe a rank that has died, or left the process groups after a failure, as text; None if there is none.
 
-        Only on a rank of it. The generation cannot go on then.
+        If there is such a rank, the present generation (see `Generation`) cannot continue. Only one rank of the
+        generation may call this.
         """
-        return self._watch.find_loss()
+        return self._watch.find_lost_rank()
 
     def is_regroup_useful(self) -> bool:
-        """Return whether members have arrived with whom the mesh could use more ranks than it has now."""
+        """Return whether enough new processes have arrived that the mesh can use more ranks than now."""
         self.find_dead_members()
         live = (self._find_arrivals() | set(self._generation.members)) - set(self.deaths)
         return self._count_ranks(len(live)) > self._generation.num_ranks
 
-    def end(self, summary: dict[str, Any]) -> None:
-        """Declare the run over, so that spares, which are no ranks, return. summary: what they return (JSON)."""
+    def end_run(self, summary: dict[str, Any]) -> None:
+        """Declare the run complete, so that spares stop waiting and return `summary`, which must be JSON."""
         self._store.compare_set("summary", "", json.dumps(summary))
         self._watch.stop()
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary of a run that is over."""
+        """The summary of a completed run, as a rank passed it to `end_run`."""
         return json.loads(self._store.get("summary"))
 
     def connect(self, world: World) -> World:
         """Collective: create torch's default process group over the ranks of this generation; return this rank's world.
 
-        world: of this process, as it was started. Raises CommError if a rank dies or leaves meanwhile. From now on
-        this rank's operations fail when one does.
+        world: of this process, as it was started. Raises CommError if a rank dies or leaves meanwhile. Afterwards a
+        thread watches the ranks: if one dies or leaves, this rank's pending operations fail.
         """
         generation, size = self._generation, self._generation.num_ranks
         rank = generation.ranks.index(self.member)
@@ -190,7 +194,7 @@ class Membership:
         return world
 
     def disconnect(self) -> None:
-        """Leave all process groups of this process without the other ranks; their pending operations fail too."""
+        """Destroy all process groups of this process without waiting for the other ranks; pending operations fail."""
         if self._watch is not None:
             self._watch.stop()
             interrupt_operations(self._watch.open_before)
@@ -247,7 +251,7 @@ class Membership:
         )
 
 
-class _LossWatch:
+class _LostRankWatch:
     """Looks for the ranks of a generation that have died or left it after a failure; the generation cannot go on then.
 
     open_before: the open files of this process before it connected. Once started, a thread looks all the time, and
@@ -258,9 +262,9 @@ class _LossWatch:
         self._ranks, self._number = generation.ranks, generation.number
         self._deaths, self._arrivals = _Log(store, "deaths"), _arrival_log(store, generation.number + 1)
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="loss-watch", daemon=True)
-        self.open_before = list_open_files()
+        self.open_before = list_open_file_inodes()
 
-    def find_loss(self) -> str | None:
+    def find_lost_rank(self) -> str | None:
         """Return which rank has died or failed, as a sentence; None if none has. Any thread may call it."""
         for death in self._deaths.read():
             if death["member"] in self._ranks:
@@ -283,7 +287,7 @@ class _LossWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(_WATCH_S):
-            if self.find_loss():
+            if self.find_lost_rank():
                 interrupt_operations(self.open_before)
 
 
@@ -327,7 +331,7 @@ class _GenerationStore(dist.Store):
     torch creates a process group by exchanging addresses through a store, and would wait for those of a dead rank.
     """
 
-    def __init__(self, store: dist.Store, watch: _LossWatch):
+    def __init__(self, store: dist.Store, watch: _LostRankWatch):
         super().__init__()
         self._store, self._watch = store, watch
 
@@ -349,7 +353,7 @@ class _GenerationStore(dist.Store):
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        if loss := self._watch.find_loss():
+        if loss := self._watch.find_lost_rank():
             raise dist.DistStoreError(loss)
         return self._store.check(keys)
 

@@ -27,32 +27,33 @@ _BATCH_BYTES = 256 * 2**20  # of the messages of one exchange, over all ranks
 
 
 @dataclass(frozen=True)
-class HeldState:
-    """Parts of the training state that a process holds in memory, as boxes (index ranges in each dimension).
+class InMemoryState:
+    """Shards of the training state at one step, in the memory of a process.
 
-    step: number of completed steps. layout: the number of the generation whose sharding cut the boxes; all boxes of one
-    step and layout are equal or disjoint. origin: "live tensors", "own copies" or "partner copies". state: what else
-    belongs to the step (position in the data, loss scale). shards: the boxes.
+    step: number of completed steps. generation: the number of the generation (see `Membership`) whose sharding they
+    have; two shards of one step and generation are equal or do not overlap. origin: "live tensors", "own copies" or
+    "partner copies". state: the rest of the training state (position in the data, loss scale). shards: boxes (index
+    ranges in each dimension) of global tensors.
     """
 
     step: int
-    layout: int
+    generation: int
     origin: str
     state: dict
     shards: list[TensorShard] = field(repr=False)
 
     @property
     def version(self) -> tuple[int, int]:
-        """Step and layout: the newest is the largest."""
-        return self.step, self.layout
+        """The tuple (step, generation), which is larger for the newer of two states."""
+        return self.step, self.generation
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What `load_from_memory` has loaded.
+    """A training state that `load_from_memory` has loaded.
 
-    step: number of completed steps. states: the `state` of every `HeldState` of it, on any rank. sources: the ranks
-    whose memory was read, by origin.
+    step: number of completed steps. states: the field `state` of every `InMemoryState` of this version, of all ranks.
+    sources: the ranks from whose memory tensors were read, by `InMemoryState.origin`.
     """
 
     step: int
@@ -61,17 +62,19 @@ class LoadedState:
 
 
 def load_from_memory(
-    held: Sequence[HeldState],
+    held: Sequence[InMemoryState],
     make_local_shards: Callable[[Mapping[str, SavedTensor]], list[TensorShard]],
     required_names: Iterable[str],
     all_gather_object: GatherObjects,
     exchange_bytes: ExchangeBytes,
     rank: int,
 ) -> LoadedState | None:
-    """Collective: load the newest state that the ranks hold in memory together; None if they hold no complete one.
+    """Collective: load the newest training state that the ranks together hold completely in memory.
 
-    held: of this rank, the preferred first. make_local_shards: returns the shards of this rank to fill in place, given
-    the descriptions of all tensors of the state. required_names: the tensors that this rank needs in any case.
+    Returns None if there is none. held: the states that this rank holds, the preferred first. make_local_shards:
+    returns this rank's shards, to be filled in place, given the descriptions of all tensors of the state.
+    required_names: the tensors that this rank needs in any case. all_gather_object: returns the value of every rank.
+    exchange_bytes: an all-to-all of byte tensors (`ExchangeBytes`). rank: this rank.
     """
     described = [(one.version, one.origin, one.state, _describe_shards(one.shards)) for one in held]
     gathered = all_gather_object((described, set(required_names)))
@@ -154,7 +157,7 @@ def _exchange(
     wanted.sort(key=lambda read: (read[1].name, read[3].start))
     requests = all_gather_object(
         [
-            (source, (saved.file, shard.name, saved.box), box.within(saved.box), shard.name, _num_bytes(shard, box))
+            (source, (saved.file, shard.name, saved.box), box.slices_in(saved.box), shard.name, _num_bytes(shard, box))
             for source, shard, saved, box in wanted
         ]
     )
@@ -172,7 +175,7 @@ def _exchange(
             for _, shard, _, box in parts:
                 stop = start + _num_bytes(shard, box)
                 values = received[start:stop].clone().view(shard.tensor.dtype).view(box.shape)  # aligned by the clone
-                shard.tensor.detach()[box.within(shard.box)].copy_(values)
+                shard.tensor.detach()[box.slices_in(shard.box)].copy_(values)
                 start = stop
 
 
@@ -204,7 +207,7 @@ def _join_bytes(tensors: Sequence[Tensor]) -> Tensor:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def choose_partner_shift(nodes: Sequence[int], replicas: Sequence[int]) -> int:
+def _choose_partner_shift(nodes: Sequence[int], replicas: Sequence[int]) -> int:
     """Choose s, 1 <= s < number of ranks: rank r sends its copy to rank (r + s) modulo the number of ranks.
 
     nodes, replicas: of each rank, its node and its model replica (dp coordinate). As many ranks as possible have their
@@ -221,44 +224,44 @@ def choose_partner_shift(nodes: Sequence[int], replicas: Sequence[int]) -> int:
 
 
 class MemoryCopies:
-    """The copies in host memory that a rank keeps: of its own shards, and of a partner's.
+    """Keeps copies of a rank's shards of the training state, and of a partner rank's shards, in host memory.
 
-    layout: number of the present layout. nodes, replicas: as for `choose_partner_shift`. all_gather_object: takes this
-    rank's value and returns those of all ranks. send_receive: exchanges bytes with the partners. rank: this rank.
+    Two versions of the copies are kept: while one is overwritten, the other stays complete on all ranks. Shards that
+    ranks of two failure domains have anyway (plain data parallelism) are not copied: the live tensors of the other
+    replica are the newest copy there can be.
 
-    Two generations of copies are kept: while one is overwritten, the other stays complete on all ranks. If every box
-    is held by ranks of two failure domains anyway (plain data parallelism), nothing is copied: the live tensors of the
-    other replica are the newest copy there can be.
+    generation: number of the present generation (see `Membership`). nodes, replicas: the node and the model replica of
+    each rank; the partner is on another node or in another replica if possible. all_gather_object: returns the value of
+    every rank. send_receive: exchanges bytes with the partners (`SendReceiveBytes`). rank: this rank.
     """
 
     def __init__(
         self,
-        layout: int,
+        generation: int,
         nodes: Sequence[int],
         replicas: Sequence[int],
         all_gather_object: GatherObjects,
         send_receive: SendReceiveBytes,
         rank: int,
     ):
-        self._layout, self._all_gather_object, self._send_receive = layout, all_gather_object, send_receive
+        self._generation, self._all_gather_object, self._send_receive = generation, all_gather_object, send_receive
         self._rank, self._size = rank, len(nodes)
         self._domains = list(nodes) if len(set(nodes)) > 1 else list(replicas) if len(set(replicas)) > 1 else None
-        self._shift = choose_partner_shift(nodes, replicas) if self._size > 1 else 0
-        self._held: list[list[HeldState]] = [[], []]
+        self._shift = _choose_partner_shift(nodes, replicas) if self._size > 1 else 0
+        self._held: list[list[InMemoryState]] = [[], []]
         self._described: list[list[tuple]] = []
 
     @property
-    def held(self) -> list[HeldState]:
-        """The complete copies of this rank, the newest first."""
+    def complete_states(self) -> list[InMemoryState]:
+        """The complete copies on this rank, of its own and of the partner's shards, the newest first."""
         return sorted((one for held in self._held for one in held), key=lambda one: one.version, reverse=True)
 
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of host memory for the copies."""
-        return sum(_num_bytes(shard, shard.box) for one in self.held for shard in one.shards)
-
     def refresh(self, step: int, shards: Iterable[TensorShard], state: dict) -> None:
-        """Collective: copy this rank's shards at `step`, exchange copies with partners. state: as in `HeldState`."""
+        """Collective: copy this rank's shards at `step` into host memory, and exchange the copies with partners.
+
+        The older of the two versions is overwritten. Does nothing if no shard needs a copy. state: the rest of the
+        training state, such as the position in the data and the loss scale.
+        """
         shards = list(shards)
         mine = [(shard.name, shard.shape, shard.box, shard.tensor.dtype) for shard in shards]
         known = self._described and self._described[self._rank] == mine
@@ -278,8 +281,8 @@ class MemoryCopies:
         size = sum(box.numel * dtype.itemsize for _, _, box, dtype in expected)
         received = self._send_receive(to_send, (self._rank + self._shift) % self._size, size, partner)
         self._held[0] = [
-            HeldState(step, self._layout, "own copies", state, own),
-            HeldState(step, self._layout, "partner copies", state, _cut(received, expected)),
+            InMemoryState(step, self._generation, "own copies", state, own),
+            InMemoryState(step, self._generation, "partner copies", state, _cut(received, expected)),
         ]
 
     def _find_exposed_boxes(self) -> set[tuple[str, Box]]:

@@ -18,11 +18,14 @@ _ALIGN = 4096
 
 
 class ArenaFullError(RuntimeError):
-    """The arena has no free block of the requested size."""
+    """The `Arena`, the memory that a process shares with other ranks, has no free block of the requested size."""
 
 
 def create_shared_memory(num_bytes: int) -> int:
-    """Create zeroed shared memory; return its file descriptor, without which no other process can map the memory."""
+    """Create `num_bytes` of zeroed shared memory without a name; return its file descriptor.
+
+    Another process can map the memory only if it receives this descriptor over a socket.
+    """
     if hasattr(os, "memfd_create"):
         try:
             fd = os.memfd_create("minidist-shm", os.MFD_CLOEXEC)
@@ -38,16 +41,21 @@ def create_shared_memory(num_bytes: int) -> int:
 
 
 def map_shared_memory(fd: int) -> Tensor:
-    """Map all memory of a file descriptor; return it as a uint8 tensor. It is unmapped with the tensor's last view."""
+    """Map the shared memory of file descriptor `fd` into this process; return all of it as a uint8 tensor (bytes,).
+
+    The memory is unmapped when the last view of the tensor is freed.
+    """
     return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 
 class Arena:
-    """An allocator over the shared memory of this process: blocks for process groups, buffers for transfers.
+    """The memory that this process shares with other ranks, and its allocator. Thread-safe.
 
-    num_bytes: total size in bytes. transfer_bytes: the part of it, at the end, that is reserved for transfers (sends
-    and receives). Thread-safe. fd: the file descriptor of the memory, -1 once closed. memory: all of it, (num_bytes,)
-    uint8.
+    Process groups reserve blocks for their collectives; sends and receives reserve buffers in a separate part.
+
+    num_bytes: total size in bytes. transfer_bytes: size in bytes of the part at the end that is reserved for sends and
+    receives. fd: the file descriptor of the memory, -1 after `close_fd`. memory: the whole memory, a uint8 tensor
+    (num_bytes,).
     """
 
     def __init__(self, num_bytes: int = ARENA_BYTES, transfer_bytes: int = TRANSFER_BYTES):
@@ -58,25 +66,28 @@ class Arena:
         self._freed = threading.Condition()
 
     def lease_block(self, num_bytes: int) -> int:
-        """Reserve a block for a process group; return its offset in bytes. Raises ArenaFullError if none fits."""
+        """Reserve `num_bytes` of shared memory for a process group; return its offset in bytes from the arena's start.
+
+        Does not block: raises ArenaFullError if no free block is large enough.
+        """
         with self._freed:
             return self._leases.take(num_bytes)
 
     def largest_free_block_bytes(self) -> int:
-        """Return the size in bytes of the largest block that can be leased now."""
+        """Return the size in bytes of the largest block that `lease_block` can reserve now."""
         with self._freed:
             return self._leases.largest()
 
     def release_block(self, offset: int, num_bytes: int) -> None:
-        """Free a block that `lease_block` has reserved."""
+        """Free the block at byte `offset` that `lease_block(num_bytes)` reserved."""
         with self._freed:
             self._leases.give(offset, num_bytes)
 
     def allocate_transfer_buffer(self, num_bytes: int) -> int:
-        """Reserve a buffer for a transfer; return its offset in bytes. Blocks until `num_bytes` are free.
+        """Reserve `num_bytes` of shared memory for one send; return the offset in bytes. Blocks until it is free.
 
-        Call it only once the receiver has answered: then every transfer ends and frees its buffer, and no call blocks
-        forever.
+        Call this only after the receiver has posted its receive: then every send that holds memory makes progress and
+        frees it, so no call blocks forever.
         """
         with self._freed:
             while self._transfers.largest() < num_bytes:
@@ -84,13 +95,16 @@ class Arena:
             return self._transfers.take(num_bytes)
 
     def free_transfer_buffer(self, offset: int, num_bytes: int) -> None:
-        """Free a buffer that `allocate_transfer_buffer` has reserved, and wake the transfers that wait for memory."""
+        """Free a buffer that `allocate_transfer_buffer(num_bytes)` reserved at byte `offset`; wake waiting sends."""
         with self._freed:
             self._transfers.give(offset, num_bytes)
             self._freed.notify_all()
 
     def close_fd(self) -> None:
-        """Close the file descriptor only: no process can map the memory any more, and existing mappings stay valid."""
+        """Close the file descriptor of the shared memory: no other process can map the memory from now on.
+
+        Existing mappings, in this and in other processes, stay valid.
+        """
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

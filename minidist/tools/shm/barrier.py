@@ -22,16 +22,17 @@ _PLAIN = b"."
 
 
 class ShmError(dist.DistBackendError):
-    """An operation of the backend `shm` failed."""
+    """An operation of the torch.distributed backend `shm` failed, on this rank or on another rank of the group."""
 
 
 class GroupBarrier:
-    """The barrier of a process group: this rank's connections to the other ranks, and the message exchange over them.
+    """Exchanges messages with all other ranks of one process group over sockets. Every exchange is a barrier.
 
-    ranks: the global rank of each group rank. rank: this rank's group rank. socks: the connected socket to each group
-    rank, None for this rank. name: the group's name in error messages. timeout_s: as in `set_timeout`.
-    failure: why no operation is possible any more, None while the group works. departure_reasons: by group rank, how
-    each rank that is no longer in the group left: "rank 1 has ended".
+    context: the `ProcessContext` of this process. ranks: the global rank of each group rank. rank: this rank's group
+    rank. socks: the connected socket to each group rank, None for this rank. name: the group's name in error messages.
+    timeout_s: how long an operation waits for another rank.
+    failure: why the group can run no more operations, None while it can. departure_reasons: for each group rank that
+    has left the group or ended, a text such as "rank 1 has ended".
     """
 
     def __init__(self, context: ProcessContext, ranks: Sequence[int], rank: int, socks, name: str, timeout_s: float):
@@ -50,7 +51,7 @@ class GroupBarrier:
         return f"group '{self.name}' (ranks {ranks})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how many seconds one operation may wait for a rank before it raises ShmError."""
+        """Set how many seconds an operation of this group waits for another rank before it raises ShmError."""
         self.timeout_s = seconds
         for _, sock in self.peers:
             set_socket_timeout(sock, seconds, receive_s=min(seconds, _CHECK_GONE_S))
@@ -58,11 +59,12 @@ class GroupBarrier:
     # -- exchange of messages -----------------------------------------------------------------------------------------
 
     def begin_operation(self, signature: str, shape: str = "", payload: bytes = b"") -> list[bytes]:
-        """Collective: wait until all ranks have begun the same operation; return every rank's `payload`, by group rank.
+        """Wait until all ranks have begun the same operation; return each rank's `payload`, by group rank. Collective.
 
-        signature: operation, dtype and size as text. shape: the shape of this rank's tensor as text, only for the error
-        message. Raises ShmError if the signatures of the ranks differ, or a rank has aborted, left the group or ended,
-        or is late.
+        signature: operation, dtype and size as text, such as "all_reduce sum float32 6"; must be equal on all ranks.
+        shape: the shape of this rank's tensor as text, for the error message only.
+        Raises ShmError if the signatures differ, if another rank aborts, leaves the group or ends, or after the
+        timeout.
         """
         own_signature = f"{self.count} {signature}".encode()
         whole = b"\0".join([own_signature, shape.encode(), payload])
@@ -77,10 +79,10 @@ class GroupBarrier:
         return [part[2] for part in parts]
 
     def exchange(self, message: bytes = b"") -> list[bytes]:
-        """Collective: send `message` to every other rank; return the messages of all ranks, by group rank.
+        """Send `message` to every other rank; return the messages of all ranks, by group rank. Collective.
 
-        This is a barrier: when it returns, all ranks have called it. Raises ShmError if a rank has aborted, left the
-        group or ended, or does not call it within the timeout.
+        This is a barrier: when it returns, all ranks have called it. Raises ShmError if another rank aborts, leaves the
+        group or ends, or does not call this method within the timeout.
         """
         if self.failure:
             raise ShmError(self.failure)
@@ -143,10 +145,10 @@ class GroupBarrier:
                 self._read(other, first)
 
     def monitored_barrier(self, timeout_s: float, all_missing: bool) -> None:
-        """Collective: wait for all ranks; after `timeout_s` seconds, raise ShmError, which names the late ranks.
+        """Block until all ranks have called this method; after `timeout_s` raise ShmError, which names late ranks.
 
-        all_missing: name all late ranks, not only the first. Rank 0 measures the time. The error is raised on rank 0
-        and on the ranks that are in time.
+        Collective. all_missing: name all late ranks, not only the first. Rank 0 measures the time. The error is raised
+        on rank 0 and on the ranks that have called in time.
         """
         signature = _PLAIN + f"{self.count} monitored_barrier".encode()
         if self.rank:
@@ -190,9 +192,9 @@ class GroupBarrier:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def mark_departed(self, other: int, reason: str) -> None:
-        """Record that group rank `other` has left the group or ended; operations that it has not begun fail.
+        """Record that group rank `other` has left the group or ended: operations that `other` has not begun now fail.
 
-        The messages that it has sent are still received.
+        Messages that `other` has sent before are still received. reason: the text of the ShmError.
         """
         if other not in self.departure_reasons:
             self.departure_reasons[other] = reason
@@ -200,7 +202,10 @@ class GroupBarrier:
                 self._socks[other].shutdown(socket.SHUT_RDWR)
 
     def abort(self, reason: str) -> None:
-        """Make all further operations of this group fail on all ranks. reason: becomes the text of their ShmError."""
+        """Make all later operations of this group fail on all ranks. reason: the text of their ShmError.
+
+        Other ranks that wait for this rank fail at once. Does nothing if the group has failed before.
+        """
         if self.failure is None:
             self.failure = reason
             for _, sock in self.peers:
@@ -208,7 +213,7 @@ class GroupBarrier:
                     sock.send(_ABORTED + reason.encode()[:1000], socket.MSG_DONTWAIT)
 
     def interrupt_operations(self) -> None:
-        """Make this rank's operations that wait in the barrier fail: the group is being destroyed."""
+        """Make this rank's running and later operations of the group fail, because this rank destroys the group."""
         self.failure = self.failure or "the group was destroyed"
         for _, sock in self.peers:
             with contextlib.suppress(OSError):
@@ -216,10 +221,10 @@ class GroupBarrier:
 
 
 def receive_after_connection_reset(sock: socket.socket, flags: int = 0) -> bytes:
-    """Return the next message that the peer sent before it closed the connection, b"" if there is none.
+    """Return the next message that the peer sent before it closed the connection; b"" if there is none.
 
-    To be called after `recv` raised ConnectionResetError: the peer closed without reading all its messages. flags:
-    passed to `socket.recv`.
+    Call this after `sock.recv` has raised ConnectionResetError: the peer closed without reading every message sent to
+    it, but messages from the peer may still be queued. flags: passed to `sock.recv`.
     """
     try:
         return sock.recv(EAGER_MESSAGE_BYTES, flags)

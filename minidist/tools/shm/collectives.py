@@ -23,12 +23,14 @@ Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin an
 
 
 class Collectives:
-    """The collectives of one group on flat tensors. Ranks and roots are group ranks.
+    """The blocking collectives of one process group over shared memory. Ranks and roots are group ranks.
 
-    Arguments of the methods: signature: operation, dtype and size as text, such as "all_reduce sum float32 6";
-    ShmError is raised if it is not equal on all ranks. shape: the tensor's shape as text, only for that error message.
+    All ranks of the group call the same methods in the same order, with flat (one-dimensional) CPU tensors. signature:
+    operation, dtype and size as text, such as "all_reduce sum float32 6"; the methods raise ShmError if it differs
+    between ranks. shape: the tensor's shape as text, only for that error message.
 
-    memories: the arena (shared memory) of each group rank, (bytes,) uint8.
+    context: the `ProcessContext` of this process. barrier: the connections to the other ranks. memories: the shared
+    memory (`Arena`) of each group rank, (bytes,) uint8.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor]):
@@ -39,11 +41,11 @@ class Collectives:
 
     @property
     def leased_blocks(self) -> list[tuple[int, int]]:
-        """(offset, size) in bytes of each block that the group has leased from this rank's arena."""
+        """The blocks of this rank's shared memory (`Arena`) that the group has reserved, as (offset, size) in bytes."""
         return [slots.lease for slots in (self._small, self._large, self._temporary) if slots.lease]
 
     def run_barrier(self) -> None:
-        """Collective: block until all ranks of the group have called this method."""
+        """Block until all ranks of the group have called this method. Collective."""
         self.barrier.begin_operation("barrier")
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -51,10 +53,10 @@ class Collectives:
     def all_reduce(
         self, flat: Tensor, reduction: Reduction, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Collective: reduce `flat` (n,) over the ranks, in place.
+        """Reduce `flat` (n,) element-wise over the ranks, in place and in rank order. Collective; blocks.
 
-        root: the only group rank whose `flat` receives the result; None: every rank's does.
-        signature, shape: see the class.
+        root: the only group rank whose `flat` receives the result; None: all ranks. signature, shape: operation and
+        tensor as text, for checks and error messages (see `Collectives`).
         """
         slots = self._slots_for(flat.nbytes, signature, shape)
         if self.size == 1 or (flat.nbytes * self.size <= SINGLE_BARRIER_BYTES and flat.nbytes <= slots.bytes):
@@ -64,7 +66,7 @@ class Collectives:
             self.barrier.begin_operation(signature, shape)
             if root in (None, self.rank):
                 reduction.reduce_into(parts, flat)
-            slots.finish()
+            slots.release_slots()
         else:
             self._all_reduce_in_slices(slots, flat, reduction, signature, shape, root)
 
@@ -96,12 +98,15 @@ class Collectives:
             self.barrier.exchange()
             if root in (None, me):
                 piece.whole.copy_(shared.whole)
-        slots.finish()
+        slots.release_slots()
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction, signature: str, shape: str
     ) -> None:
-        """Collective: reduce `inputs[i]` (n,) of all ranks into `output` (n,) of rank i."""
+        """Reduce `inputs[i]` (n,) of all ranks, in rank order, into `output` (n,) of rank i. Collective; blocks.
+
+        signature, shape: operation and tensor as text, for checks and error messages (see `Collectives`).
+        """
         dtype, own = output.dtype, inputs[self.rank]
         aliased = own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
         overwritten = aliased and self.rank > 1  # partial sums are in the output before this rank's part is read
@@ -123,7 +128,10 @@ class Collectives:
     # -- copies; all tensors are bytes --------------------------------------------------------------------------------
 
     def broadcast(self, flat: Tensor, root: int, signature: str, shape: str) -> None:
-        """Collective: copy `flat` (n,) uint8 of `root` into `flat` of all other ranks."""
+        """Copy `flat` (n,) uint8 of group rank `root` into `flat` of all other ranks. Collective; blocks.
+
+        signature, shape: operation and tensor as text, for checks and error messages (see `Collectives`).
+        """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             if self.rank == root:
@@ -139,9 +147,10 @@ class Collectives:
     def all_gather(
         self, outputs: Sequence[Tensor] | None, own: Tensor, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Collective: copy `own` (n,) uint8 of rank i to `outputs[i]` of every rank; or only of `root`, if given.
+        """Copy `own` (n,) uint8 of rank i to `outputs[i]` (n,) of every rank. Collective; blocks.
 
-        outputs: one (n,) tensor for each rank; None on a rank that receives nothing.
+        root: the only group rank that receives; None: all ranks. outputs: one tensor per rank, None on a rank that does
+        not receive. signature, shape: operation and tensor as text, for checks and error messages (see `Collectives`).
         """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
@@ -157,9 +166,10 @@ class Collectives:
         self._stream(slots, own.numel(), slots.bytes, fill, drain, signature, shape)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, root: int, signature: str, shape: str) -> None:
-        """Collective: copy `inputs[i]` (n,) uint8 of `root` to `output` (n,) of rank i.
+        """Copy `inputs[i]` (n,) uint8 of group rank `root` to `output` (n,) of rank i. Collective; blocks.
 
-        Others pass None as `inputs`.
+        inputs: one tensor per rank, None on other ranks than `root`. signature, shape: operation and tensor as text,
+        for checks and error messages (see `Collectives`).
         """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
@@ -180,7 +190,11 @@ class Collectives:
         self._stream(slots, output.numel(), size, fill, drain, signature, shape)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], signature: str) -> None:
-        """Collective: copy `inputs[j]` of rank i to `outputs[i]` of rank j: flat uint8 tensors of any lengths."""
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j, for all i and j. Collective; blocks.
+
+        outputs, inputs: one flat uint8 tensor per rank, of any lengths; raises ShmError if the lengths of a pair
+        differ. signature: operation and dtype as text, equal on all ranks.
+        """
         sizes = b"".join(part.numel().to_bytes(8, "little") for part in inputs)
         received = self.barrier.begin_operation(signature, "", sizes)
         table = [[int.from_bytes(row[8 * i : 8 * i + 8], "little") for i in range(self.size)] for row in received]
@@ -220,7 +234,7 @@ class Collectives:
             else:
                 self.barrier.exchange()
             drain(turn, begin, end)
-        slots.finish()
+        slots.release_slots()
 
     def _slots_for(self, need: int, signature: str, shape: str) -> Slots:
         """Choose the slots for a message of `need` bytes: small, large or temporary. All ranks make the same choice."""

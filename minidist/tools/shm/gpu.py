@@ -17,10 +17,10 @@ _FIRST_NCCL = (2, 30)
 
 
 def describe_local_gpu() -> dict:
-    """Describe the current GPU and the nccl of this rank, for `make_gpu_group`.
+    """Describe this rank's current GPU and nccl, for the decision that `make_gpu_group` makes.
 
-    Keys: "gpu", the GPU's UUID; "nccl", the version of the loaded library (it may differ from the one torch was built
-    with), [] for none; "off", whether the environment forbids ranks to share a GPU.
+    Keys: "gpu": the GPU's UUID. "nccl": the version of the loaded library as a list of integers (torch may have been
+    built with another), [] without nccl. "off": whether NCCL_MULTI_RANK_GPU_ENABLE=0 forbids ranks to share a GPU.
     """
     there = dist.is_nccl_available()
     return {
@@ -33,11 +33,12 @@ def describe_local_gpu() -> dict:
 def make_gpu_group(
     gpu_infos: Sequence[Mapping], rank: int, cpu_group: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
 ) -> "dist.ProcessGroup | HostStagedGroup":
-    """Collective: make the group for tensors on GPUs, over nccl, or host staging if ranks share a GPU and nccl refuses.
+    """Create the process group for GPU tensors: nccl, or a `HostStagedGroup` where nccl cannot run. Collective.
 
-    gpu_infos: `describe_local_gpu` of every group rank, so all ranks make the same decision. rank: this rank's group
-    rank; rank 0 prints a line if tensors are staged. cpu_group: carries the staged copies. make_nccl: takes nothing and
-    returns the nccl group.
+    nccl cannot run if it is missing, or if ranks share a GPU and this version of nccl or the environment forbids that.
+    A `HostStagedGroup` copies tensors through host memory; rank 0 then prints the reason.
+    gpu_infos: the `describe_local_gpu()` of every group rank, so that all ranks decide alike. rank: this rank's group
+    rank. cpu_group: transfers the host copies. make_nccl: a function without arguments that returns the nccl group.
     """
     oldest = min(tuple(info["nccl"]) for info in gpu_infos)
     shared = len({info["gpu"] for info in gpu_infos}) < len(gpu_infos)
@@ -64,9 +65,9 @@ def _reason(oldest: tuple[int, ...]) -> str:
 
 
 def route_by_device(*names_in_torch_2_11: str):
-    """Decorate a method of `ShmGroup`: calls with a tensor on a GPU go to the same method of `get_cuda_group()`.
+    """Decorate a method of `ShmGroup`: pass calls with a GPU tensor on to the same method of `get_cuda_group()`.
 
-    names_in_torch_2_11: other names of the method in torch 2.11; used if the inner group lacks the new name.
+    names_in_torch_2_11: other names of that method in torch 2.11, tried if the CUDA group lacks the new name.
     """
 
     def wrap(method):
@@ -85,7 +86,7 @@ def route_by_device(*names_in_torch_2_11: str):
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU. Tests replace this function to run without a GPU."""
+    """Return whether the tensor is on a GPU. Tests replace this function in order to run without a GPU."""
     return tensor.is_cuda
 
 

@@ -44,14 +44,14 @@ _SCATTER = c10d.ScatterOptions()
 
 @reject_unsupported_methods
 class ShmGroup(dist.ProcessGroup):
-    """A `dist.ProcessGroup` over shared memory; torch.distributed calls its methods.
+    """The process group of the torch.distributed backend `shm`, which transfers CPU tensors through shared memory.
 
-    The methods for collectives and transfers (sends and receives) return a `Work`. Ranks, roots and peers are group
-    ranks; `opts` are torch's options of the operation, such as its root. Without async_op a collective runs in the
-    calling thread if the group has no other operation in flight.
+    torch.distributed calls its methods. Collectives, sends and receives return a `Work`. Ranks, roots and peers are
+    group ranks; `opts` are torch's options of the operation, such as its root. Without async_op a collective runs in
+    the calling thread if the group has no other operation in flight.
 
     resources: connections and memory of the group. name: the group's name in torch. make_cuda_group: takes this group
-    and returns the inner group for tensors on GPUs.
+    and returns the process group for GPU tensors.
     """
 
     def __init__(
@@ -64,13 +64,16 @@ class ShmGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
 
     def get_cuda_group(self) -> dist.ProcessGroup:
-        """Return the inner group for tensors on GPUs. Collective: the first call creates that group."""
+        """Return the process group that transfers GPU tensors for this group. Collective: the first call creates it."""
         if self._cuda is None:
             self._cuda = self._make_cuda(self)
         return self._cuda
 
     def replace_last_coalesced_work(self, work: dist.Work) -> None:
-        """Within a coalescing block, replace the last operation's work by `work`, which wraps it."""
+        """Inside torch's coalescing manager, replace the work of the last operation by `work`, which wraps that work.
+
+        Does nothing outside the coalescing manager.
+        """
         if self._coalesced:
             self._coalesced[-1] = work
 
@@ -90,7 +93,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allreduce(self, tensors, opts=_ALLREDUCE):
-        """Collective: reduce each of `tensors` over the ranks, in place. Sums are reproducible: in rank order."""
+        """Reduce each of `tensors` over the ranks, in place and in rank order. Collective; returns a `Work`."""
         reduction = Reduction(opts.reduceOp)
         todo = [
             (
@@ -108,12 +111,12 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, call, tensors)
 
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCECOALESCED):
-        """Collective: reduce each of `tensors` in place, one after the other, as `allreduce` does."""
+        """Reduce each of `tensors` over the ranks, in place, as `allreduce` does. Collective; returns one `Work`."""
         return self.allreduce(tensors, opts)
 
     @route_by_device()
     def broadcast(self, tensors, opts=_BROADCAST):
-        """Collective: copy the tensor of rank `opts.rootRank` to all ranks, in place."""
+        """Copy the tensor of group rank `opts.rootRank` to all ranks, in place. Collective; returns a `Work`."""
         root, tensor = opts.rootRank, tensors[opts.rootTensor]
         signature, whole = self._root_signature("broadcast", root, tensor), byte_view(tensor)
         call = functools.partial(self._resources.collectives.broadcast, whole, root, signature, describe_shape(tensor))
@@ -121,7 +124,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce(self, tensors, opts=_REDUCE):
-        """Collective: reduce the tensor, in rank order, in place on rank `opts.rootRank`; other ranks keep theirs."""
+        """Reduce the tensor over the ranks into the tensor of group rank `opts.rootRank`. Collective; returns a `Work`.
+
+        The reduction is in rank order. The tensors of other ranks do not change.
+        """
         root, tensor, reduction = opts.rootRank, tensors[opts.rootTensor], Reduction(opts.reduceOp)
         signature, whole = self._root_signature(f"reduce {reduction.name}", root, tensor), memory_order_view(tensor)
         call = functools.partial(
@@ -130,13 +136,13 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, call, tensors)
 
     def barrier(self, opts=_BARRIER):
-        """Collective: return a work that completes once all ranks of the group have called this method."""
+        """Return a `Work` that completes once all ranks of the group have called this method. Collective."""
         return self._run(opts, self._resources.collectives.run_barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
-        """Collective: block until all ranks have called this method; returns None, not a work.
+        """Block until all ranks have called this method; returns None, not a `Work`. Collective.
 
-        Raises ShmError after `timeout` (None: the group's timeout), which names the first late rank, or all late ranks
+        After `timeout` (None: the group's timeout) raises ShmError, which names the first late rank, or all late ranks
         if `wait_all_ranks`.
         """
         limit_s = timeout.total_seconds() if timeout is not None else self._resources.barrier.timeout_s
@@ -148,23 +154,26 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allgather(self, outputs, inputs, opts=_ALLGATHER):
-        """Collective: copy `inputs[k]` of rank i to `outputs[k][i]` of every rank."""
+        """Copy `inputs[k]` of rank i to `outputs[k][i]` of every rank. Collective; returns a `Work`."""
         return self._all_gather_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device()
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        """Collective: copy `inputs[k]` of rank i to `outputs[i][k]` of every rank; `outputs` is a list per rank."""
+        """Copy `inputs[k]` of rank i to `outputs[i][k]` of every rank. Collective; returns a `Work`."""
         # torch gives one list of outputs per rank, each as long as the list of inputs.
         return self._all_gather_pairs([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
 
     @route_by_device("_allgather_base")
     def all_gather_single(self, output, input, opts=_ALLGATHER):
-        """Collective: concatenate `input` of all ranks, in rank order, into `output` of every rank."""
+        """Concatenate `input` of all ranks, in rank order, into `output` of every rank. Collective.
+
+        Returns a `Work`.
+        """
         return self._all_gather_pairs([(split_evenly_by_rank(output, input, self._size), input)], opts, [output])
 
     @route_by_device("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        """Collective: apply `all_gather_single` to each pair of `outputs` and `inputs`."""
+        """Apply `all_gather_single` to each pair of `outputs` and `inputs`. Collective; returns one `Work`."""
         pairs = [(split_evenly_by_rank(o, i, self._size), i) for o, i in zip(outputs, inputs, strict=True)]
         return self._all_gather_pairs(pairs, opts, outputs)
 
@@ -186,7 +195,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def gather(self, outputs, inputs, opts=_GATHER):
-        """Collective: copy `inputs[0]` of rank i to `outputs[0][i]` of rank `opts.rootRank`. Others pass no outputs."""
+        """Copy `inputs[0]` of rank i to `outputs[0][i]` of group rank `opts.rootRank`. Collective; returns a `Work`.
+
+        Other ranks than the root pass an empty `outputs`.
+        """
         root, tensor = opts.rootRank, inputs[0]
         signature, at_root = self._root_signature("gather", root, tensor), self._resources.rank == root
         if at_root:
@@ -201,17 +213,23 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce_scatter(self, outputs, inputs, opts=_REDUCESCATTER):
-        """Collective: reduce `inputs[k][i]` of all ranks, in rank order, into `outputs[k]` of rank i."""
+        """Reduce `inputs[k][i]` of all ranks into `outputs[k]` of rank i, in rank order. Collective.
+
+        Returns a `Work`.
+        """
         return self._reduce_scatter_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device("_reduce_scatter_base")
     def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
-        """Collective: cut `input` into one equal part per rank; reduce part i, in rank order, to `output` of rank i."""
+        """Cut `input` into one equal part per rank; reduce part i, in rank order, into `output` of rank i.
+
+        Collective; returns a `Work`.
+        """
         return self._reduce_scatter_pairs([(output, split_evenly_by_rank(input, output, self._size))], opts)
 
     @route_by_device("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCESCATTER):
-        """Collective: apply `reduce_scatter_single` to each pair of `outputs` and `inputs`."""
+        """Apply `reduce_scatter_single` to each pair of `outputs` and `inputs`. Collective; returns one `Work`."""
         return self._reduce_scatter_pairs(
             [(o, split_evenly_by_rank(i, o, self._size)) for o, i in zip(outputs, inputs, strict=True)], opts
         )
@@ -242,7 +260,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def scatter(self, outputs, inputs, opts=_SCATTER):
-        """Collective: copy `inputs[0][i]` of rank `opts.rootRank` to `outputs[0]` of rank i. Others pass no inputs."""
+        """Copy `inputs[0][i]` of group rank `opts.rootRank` to `outputs[0]` of rank i. Collective; returns a `Work`.
+
+        Other ranks than the root pass an empty `inputs`.
+        """
         root, output = opts.rootRank, outputs[0]
         signature, at_root = self._root_signature("scatter", root, output), self._resources.rank == root
         if at_root:
@@ -257,10 +278,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device("alltoall_base")
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL):
-        """Collective: send the j-th part of `input` to rank j; write the part from rank i as the i-th part of `output`.
+        """Send the j-th part of `input` to rank j; write the part from rank i as the i-th part of `output`. Collective.
 
-        output_splits, input_splits: number of rows (slices of dimension 0) in each part, by rank; empty for equal
-        parts.
+        output_splits, input_splits: number of rows (slices of dimension 0) in each part, by group rank; empty for equal
+        parts. Returns a `Work`.
         """
         parts = [
             split_rows_by_rank(tensor, splits, self._size)
@@ -272,7 +293,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def alltoall(self, outputs, inputs, opts=_ALLTOALL):
-        """Collective: copy `inputs[j]` of rank i to `outputs[i]` of rank j. The sizes of the tensors may differ."""
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j; pairs may differ in size. Collective.
+
+        Returns a `Work`.
+        """
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise ValueError(f"all_to_all takes a tensor per rank: {self._size}, not {len(tensors)}")
@@ -290,14 +314,14 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def send(self, tensors, peer, tag=0):
-        """Send `tensors[0]` to group rank `peer`. The work completes once the receiver has received the tensor."""
+        """Send `tensors[0]` to group rank `peer`. Returns a `Work` that completes once the receiver has the tensor."""
         return self._transfer("send", tensors, peer, tag)
 
     @route_by_device()
     def recv(self, tensors, peer, tag=0):
-        """Receive into `tensors[0]` from group rank `peer`.
+        """Receive into `tensors[0]` from group rank `peer`. Returns a `Work` that completes once the tensor is there.
 
-        Waiting raises ShmError on both ranks if size or dtype differ.
+        If the peer sends a tensor of another size or dtype, waiting raises ShmError on both ranks.
         """
         return self._transfer("recv", tensors, peer, tag)
 
@@ -322,21 +346,21 @@ class ShmGroup(dist.ProcessGroup):
         return work
 
     def getBackendName(self):
-        """Return "shm"."""
+        """Return "shm", the name of the backend."""
         return NAME
 
     def name(self):
-        """Return "shm"."""
+        """Return "shm", the name of the backend. For the name of this group see `group_name`."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        """The name by which torch identifies the group."""
+        """The name under which torch.distributed registers this group."""
         return self._name  # torch sets names only on groups that it builds itself
 
     @property
     def group_desc(self) -> str:
-        """The description given to `new_group(group_desc=...)`, "" for none."""
+        """The description of this group that was passed to `new_group(group_desc=...)`; "" if there was none."""
         return self._desc
 
     def _set_group_desc(self, text):
@@ -353,21 +377,27 @@ class ShmGroup(dist.ProcessGroup):
         return self._resources.barrier.count
 
     def set_timeout(self, timeout):
-        """Set how long an operation may wait for another rank, for all later operations. timeout: a timedelta."""
+        """Set how long later operations wait for another rank before they raise ShmError. timeout: a timedelta."""
         self._resources.set_timeout(timeout.total_seconds())
 
     def shutdown(self):
-        """Leave the group on this rank, for `destroy_process_group`. Operations in flight get two seconds to end."""
+        """Leave the group on this rank and release its resources; `dist.destroy_process_group` calls this method.
+
+        Waits up to two seconds for operations in flight; then they fail with ShmError.
+        """
         if self._cuda is not None:
             self._cuda.shutdown()
         self._resources.close()
 
     def interrupt(self):
-        """Make operations in flight and later ones fail, as if all other ranks had left. Any thread may call it."""
+        """Make this rank's operations in flight and its later ones fail, as if all other ranks had left the group.
+
+        May be called from any thread.
+        """
         self._resources.disconnect_peers()
 
     def abort(self):
-        """Leave the group on this rank at once; operations in flight fail with ShmError."""
+        """Leave the group on this rank and release its resources at once; operations in flight fail with ShmError."""
         if self._cuda is not None:
             self._cuda.abort()
         self._resources.close(patience_s=0.0)

@@ -21,11 +21,11 @@ _CONTEXT: list[ProcessContext] = []  # the one context of this process, while it
 
 
 def create_group(options, _backend_options) -> dist.ProcessGroup:
-    """Collective: create a process group of the backend shm. torch calls this on every rank of the group.
+    """Create and return a process group of the backend `shm`; torch calls this on every rank of the group. Collective.
 
     options: torch's `_DistributedBackendOptions`: the group's store, ranks, timeout and name. _backend_options: unused.
-    Returns a gloo group if the ranks cannot share memory: they are on several hosts, belong to several users, or do not
-    run on Linux. Rank 0 then prints the reason.
+    Returns a gloo group instead if the ranks cannot share memory, because they are on several hosts, belong to several
+    users, or do not run on Linux. Rank 0 then prints the reason.
     """
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from minidist.tools.shm.barrier import GroupBarrier, ShmError
 from minidist.tools.shm.collectives import Collectives
 from minidist.tools.shm.operation_queue import OperationQueue
-from minidist.tools.shm.process_context import ProcessContext, ProcessDescriptor
+from minidist.tools.shm.process_context import ProcessContext, WatchedProcess
 from minidist.tools.shm.transfer import Transfers
 
 _LINGER_S = 2.0  # how long operations in flight may take to end when the group is destroyed
@@ -15,13 +15,13 @@ _STEP_S = 0.002
 
 
 class GroupResources:
-    """The connections, queues and shared memory of one process group on this rank; `close` releases them.
+    """The connections, operation queues and shared memory of one process group on this rank; `close` releases them.
 
-    barrier: the connections to the other ranks. tokens: `ProcessContext.token` of each group rank. pids: process id of
-    each group rank. name: a unique name that all ranks of the group know. on_close: called once the group is closed,
-    with True if it was the last group of this process.
+    context: the `ProcessContext` of this process. barrier: the connections to the other ranks. tokens:
+    `ProcessContext.token` of each group rank. pids: process id of each group rank. name: a unique name that all ranks
+    of the group know. on_close: called once the group is closed, with True if it was the last group of this process.
 
-    queue: runs the collectives. Transfers (sends and receives) have one queue per (direction, peer, tag).
+    queue: the `OperationQueue` of the collectives. Sends and receives have one queue per (direction, peer, tag).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GroupResources:
         self.collectives = Collectives(context, barrier, [context.get_arena(token) for token in tokens])
         self.transfers = Transfers(context, barrier, tokens, name)
         self._transfer_queues: dict[tuple[str, int, int], OperationQueue] = {}
-        self._processes: list[ProcessDescriptor | None] = []
+        self._processes: list[WatchedProcess | None] = []
         context.add_group_reference()
         for other, sock in barrier.peers:
             context.watch_socket(sock, lambda other=other: self._on_hangup(other, "has left"))
@@ -49,10 +49,10 @@ class GroupResources:
             )
 
     def run_collective(self, call: Callable[[], None]) -> None:
-        """Run one collective, `call`, in the calling thread.
+        """Run one collective, the function `call`, in the calling thread; raise its error if it fails.
 
-        If `call` raises, its error is raised again, and the group is unusable on all ranks from then on, because the
-        ranks are no longer at the same operation: later calls raise ShmError.
+        After such an error the group is unusable on all ranks, because they are no longer at the same operation: later
+        calls raise ShmError.
         """
         self.barrier.count += 1
         if self.barrier.failure:
@@ -64,25 +64,29 @@ class GroupResources:
             raise
 
     def get_transfer_queue(self, direction: str, peer: int, tag: int) -> OperationQueue:
-        """Return the queue of the transfers with group rank `peer` under one tag; create it at the first call.
+        """Return the queue of this rank's sends to, or receives from, group rank `peer` with this tag.
 
-        direction: "send" or "recv". Raises ValueError if `peer` is this rank or not in the group.
+        direction: "send" or "recv". The first call creates the queue. Raises ValueError if `peer` is this rank or is
+        not in the group.
         """
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"{direction}: rank {self.rank} of {self.barrier} has no peer {peer}")
         return self._transfer_queues.setdefault((direction, peer, tag), OperationQueue(self.workers))
 
     def check_not_destroyed(self) -> None:
-        """Raise ShmError if the group has been destroyed."""
+        """Raise ShmError if this process group has been destroyed on this rank."""
         if not self._open:
             raise ShmError(f"{self.barrier} was destroyed")
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how many seconds one operation may wait for another rank before it raises ShmError."""
+        """Set how many seconds an operation of the group waits for another rank before it raises ShmError."""
         self.barrier.set_timeout(seconds)
 
     def disconnect_peers(self) -> None:
-        """Treat all other ranks as if they had left. Any thread may call it."""
+        """Make operations that wait for another rank fail, as if all other ranks had left the group.
+
+        May be called from any thread.
+        """
         for other, _ in self.barrier.peers:
             self._on_hangup(other, "has left")
 
@@ -94,9 +98,9 @@ class GroupResources:
         self.transfers.disconnect_peer(other)
 
     def close(self, patience_s: float = _LINGER_S) -> None:
-        """Leave the group and release its resources. Operations in flight get `patience_s` seconds to end, then fail.
+        """Leave the process group on this rank and release its resources. Does nothing if the group is closed already.
 
-        Does nothing if the group is closed already.
+        patience_s: how many seconds operations in flight may take to end; after that they fail with ShmError.
         """
         if not self._open:
             return

@@ -14,17 +14,18 @@ from torch import Tensor
 
 
 class HostStagedGroup:
-    """A stand-in for a process group on GPU tensors, which runs each operation of `group` on copies in host memory.
+    """A process group for GPU tensors: it runs the methods of `group`, a CPU process group, on copies in host memory.
 
-    Any operation of `group` may be called; it returns a `HostStagedWork`. Its first argument is the tensors that
-    receive the results, which are copied back to the GPU (for `send`: the tensors to send).
+    Any method of `group` that starts an operation may be called; it returns a `HostStagedWork`. The method's first
+    argument must be the tensors that receive the results, which are copied back to the GPU (for `send`: the tensors to
+    send).
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
     def shutdown(self) -> None:
-        """Do nothing: `group` owns all resources."""
+        """Do nothing: the wrapped CPU process group owns all resources."""
 
     abort = shutdown
 
@@ -44,9 +45,9 @@ class HostStagedGroup:
 
 
 class HostStagedWork(dist.Work):
-    """The `dist.Work` of an operation on host copies. The first wait copies the results to the GPU before it returns.
+    """The `dist.Work` of an operation that ran on host copies of GPU tensors; `wait` copies the results to the GPU.
 
-    inner: the work of the operation itself. pairs: (GPU tensor, its host copy) of each result.
+    inner: the work of the operation on the host copies. pairs: (GPU tensor, its host copy) of each result.
     """
 
     def __init__(self, inner: dist.Work, pairs: Sequence[tuple[Tensor, Tensor]]):
@@ -55,24 +56,25 @@ class HostStagedWork(dist.Work):
         self._results = [gpu_tensor for gpu_tensor, _ in pairs]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended and its results are on the GPU; raise the operation's error if it failed.
+        """Block until the operation has ended and its results are on the GPU; return True.
 
-        timeout: limit for the operation, not for the copy; zero means the limit of `inner`, if any. Returns True.
+        Raises the operation's error if it failed. timeout: limit for the operation, not for the copy to the GPU; zero
+        means no limit other than the timeout of the process group.
         """
         done = self._inner.wait(timeout)
         self._copy_results_to_gpu()
         return done
 
     def synchronize(self) -> None:
-        """Do what `wait` does: block the host until the results are on the GPU."""
+        """Block the host until the operation's results are on the GPU, as `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Do what `wait` does: block the host, not the stream, because this thread copies the results."""
+        """Block the host, not the CUDA stream, until the results are on the GPU, because this thread copies them."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the list of results, which completes once they are on the GPU."""
+        """Return a future of the list of result tensors, which completes once they are on the GPU."""
         return self._inner.get_future().then(self._outcome)
 
     def get_future_result(self) -> torch.futures.Future:
@@ -80,7 +82,7 @@ class HostStagedWork(dist.Work):
         return self.get_future()
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended; only `wait` copies the results to the GPU."""
+        """Return whether the operation on host memory has ended. Its results reach the GPU only in `wait`."""
         return self._inner.is_completed()
 
     def is_success(self) -> bool:

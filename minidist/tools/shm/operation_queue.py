@@ -17,13 +17,13 @@ from minidist.comm.hints import HINTS
 _thread = threading.local()
 
 
-def in_worker_thread() -> bool:
+def is_in_worker_thread() -> bool:
     """Return whether the calling thread belongs to a `WorkerPool`."""
     return getattr(_thread, "works", False)
 
 
 class WorkerPool:
-    """A pool of threads for operation queues. It grows whenever a task is submitted and no thread is idle."""
+    """Threads that run tasks. A new thread starts when a task is submitted and no thread is idle."""
 
     def __init__(self):
         self._idle: list[queue.SimpleQueue] = []
@@ -31,7 +31,7 @@ class WorkerPool:
         self._closed = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Start `task` in an idle worker thread, or in a new one if none is idle; return at once."""
+        """Run `task` in an idle thread of the pool, or in a new thread if none is idle; return at once."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
@@ -40,7 +40,7 @@ class WorkerPool:
         inbox.put(task)
 
     def request_stop(self) -> None:
-        """Tell every thread to end after its current task; return at once."""
+        """Tell every thread of the pool to end after its current task; return at once."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -59,9 +59,9 @@ class WorkerPool:
 
 
 class OperationQueue:
-    """A first-in, first-out queue of operations that run one at a time, in order.
+    """A first-in, first-out queue of `Operation`s, which run one at a time.
 
-    A thread that waits for the next operation may run it (`run_if_next`); workers: the pool whose threads run the rest.
+    workers: the threads that run the operations, unless the thread that waits for an operation runs it (`run_if_next`).
     """
 
     def __init__(self, workers: WorkerPool):
@@ -71,13 +71,16 @@ class OperationQueue:
         self._running = self._worker_assigned = False
 
     def submit(self, operation: "Operation", run_in_caller: bool) -> None:
-        """Queue the operation. run_in_caller: run it to its end in the calling thread instead, if the queue is idle."""
+        """Append `operation` to the queue and return at once.
+
+        run_in_caller: if the queue is idle, instead run the operation to its end in the calling thread.
+        """
         with self._lock:
             if run_in_caller and not self._queue and not self._running:
                 self._running = True
             else:
                 run_in_caller = False
-                operation.enable_waiting()
+                operation._enable_waiting()
                 first = not self._queue and not self._running
                 self._queue.append(operation)
                 if not (first and HINTS.expect_immediate_wait):
@@ -86,13 +89,13 @@ class OperationQueue:
             self._finish(operation)
 
     def start_worker(self) -> None:
-        """Let a worker thread run the queued operations, if there are any; return at once."""
+        """Let a thread of the worker pool run the queued operations, if there are any; return at once."""
         with self._lock:
             if self._queue:
                 self._wake_worker()
 
     def run_if_next(self, operation: "Operation") -> None:
-        """Run `operation` in the calling thread, to its end, if it is the next in the queue and none is running."""
+        """If `operation` is the first in the queue and none is running, run it to its end in the calling thread."""
         with self._lock:
             if self._running or not self._queue or self._queue[0] is not operation:
                 return
@@ -101,7 +104,7 @@ class OperationQueue:
         self._finish(operation)
 
     def fail_pending_operations(self, error: Exception) -> None:
-        """End every queued operation that has not started, with `error` as its outcome."""
+        """End every queued operation that has not started; its waiters get `error`."""
         with self._lock:
             pending, self._queue = self._queue, deque()
         for operation in pending:
@@ -109,7 +112,7 @@ class OperationQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation runs or is queued."""
+        """Whether the queue is empty and no operation of it is running."""
         with self._lock:
             return not self._running and not self._queue
 
@@ -144,9 +147,9 @@ class OperationQueue:
 
 
 class Operation:
-    """A call that an `OperationQueue` runs once, and its outcome.
+    """One function call that an `OperationQueue` runs, and its outcome.
 
-    error: the exception that the call raised, None for none. ended: whether the outcome is known.
+    error: the exception that the call raised; None if it succeeded or has not ended. ended: whether the call has ended.
     The call is deleted before `ended` becomes True, so that the thread that runs it keeps no reference to its tensors.
     """
 
@@ -158,20 +161,23 @@ class Operation:
         self._guard = threading.Lock()
         self._future: torch.futures.Future | None = None
 
-    def enable_waiting(self) -> None:
+    def _enable_waiting(self) -> None:
         """Prepare for `wait_until_ended` by other threads. Must be called before the operation is queued."""
         self._ended_lock = threading.Lock()
         self._ended_lock.acquire()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
-        """Block until the operation has ended, at most `timeout_s` seconds (None: no limit); return whether it has."""
+        """Block until the operation has ended; return False if that takes more than `timeout_s` (None: no limit)."""
         if not self._ended_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
         self._ended_lock.release()
         return True
 
     def run(self) -> None:
-        """Run the call in this thread and store its outcome: an error is stored, a KeyboardInterrupt also raised."""
+        """Run the operation in the calling thread and store its outcome, for `OperationQueue`.
+
+        An error is only stored; a KeyboardInterrupt is stored and raised.
+        """
         try:
             self._call()
         except Exception as error:
@@ -183,7 +189,7 @@ class Operation:
             self.complete(None)
 
     def complete(self, error: Exception | None) -> None:
-        """Store the outcome (None: success), then wake the waiting threads. Does nothing if the operation has ended."""
+        """End the operation with this outcome (None: success) and wake waiting threads. A second call does nothing."""
         with self._guard:
             if self.ended:
                 return

@@ -20,28 +20,28 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minidist.tools.shm.arena import Arena, map_shared_memory
-from minidist.tools.shm.operation_queue import WorkerPool, in_worker_thread
+from minidist.tools.shm.operation_queue import WorkerPool, is_in_worker_thread
 
 _HELLO_S = 10.0
 _MESSAGE_BYTES = 4096
 _POLL_S = 1e-4
 
 
-class ProcessDescriptor(NamedTuple):
-    """The pidfd of a watched process: a file descriptor that becomes readable when the process ends.
+class WatchedProcess(NamedTuple):
+    """A process whose end is awaited through `pidfd`, a file descriptor that becomes readable when the process ends.
 
-    Compare by identity: once it is closed, the system reuses the number.
+    Compare objects by identity: after the descriptor is closed, the system reuses its number.
     """
 
-    fd: int
+    pidfd: int
 
 
 class ProcessContext:
-    """The resources that all shm groups of this process share: arena, listening socket, worker threads, watch thread.
+    """The resources that all shm groups of this process share: memory, listening socket, worker threads, watch thread.
 
-    token: the address of this process, which other ranks pass to `connect`. arena: the memory that this process shares
-    with them. workers: the threads for operations. changed: a condition that is notified when a connection has arrived
-    or a peer has left.
+    token: the address of this process, which other processes pass to `connect`. arena: the memory that this process
+    shares with other ranks. workers: the threads for operations. changed: a condition that is notified when another
+    process has connected or a peer has left.
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class ProcessContext:
         self._connections: dict[tuple, tuple[socket.socket, int]] = {}
         self._arenas: dict[str, Tensor] = {self.token: self.arena.memory}
         self._watched: dict[int, Callable[[], None]] = {}
-        self._processes: dict[int, ProcessDescriptor] = {}  # by file descriptor
+        self._processes: dict[int, WatchedProcess] = {}  # by file descriptor
         self._retired_groups: list[tuple[list[socket.socket], list[tuple[int, int]]]] = []
         self._group_count = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,11 +68,11 @@ class ProcessContext:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def connect(self, token: str, connection_name: tuple) -> tuple[socket.socket, int]:
-        """Connect to the process with this token; return the connected socket and the id of that process.
+        """Connect to another process of the job; return the connected socket and the id of that process.
 
-        connection_name: under which that process accepts it, with `wait_for_connection(connection_name)`. Both
-        processes map each other's arena, the memory that a process shares. Raises ConnectionError if the process does
-        not answer or belongs to another user.
+        token: `ProcessContext.token` of that process. connection_name: the name with which that process calls
+        `wait_for_connection`. Both processes map the memory (`Arena`) that the other one shares. Raises ConnectionError
+        if the process does not answer or belongs to another user.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect("\0minidist-" + token)
@@ -90,15 +90,15 @@ class ProcessContext:
     ) -> tuple[socket.socket, int] | None:
         """Wait until another process connects under this name; return the socket and the id of that process.
 
-        still_wanted: takes nothing, returns whether to wait on; code that makes it return False must notify `changed`.
-        Returns None after `timeout_s` seconds, or once `still_wanted()` is False.
+        still_wanted: a function without arguments that returns whether to wait on; code that changes its result must
+        notify `changed`. Returns None after `timeout_s` seconds, or once `still_wanted()` is False.
         """
         with self.changed:
             self.changed.wait_for(lambda: connection_name in self._connections or not still_wanted(), timeout_s)
             return self._connections.pop(connection_name, None)
 
     def get_arena(self, token: str) -> Tensor:
-        """Return the arena, (bytes,) uint8, of the process with this token: a connected process or this process."""
+        """Return the shared memory, (bytes,) uint8, of the process with this token: this one or a connected one."""
         return self._arenas[token]
 
     def _accept(self) -> None:
@@ -126,23 +126,23 @@ class ProcessContext:
     # -- peers that end -----------------------------------------------------------------------------------------------
 
     def watch_socket(self, sock: socket.socket, on_close: Callable[[], None]) -> None:
-        """Call `on_close` once, in the watch thread, when the peer closes this connection."""
+        """Call `on_close` once, in the watch thread, when the other end of this socket closes the connection."""
         with self.changed:
             self._watched[sock.fileno()] = on_close
         self._poll.register(sock.fileno(), select.POLLRDHUP)
         self._wake()
 
-    def watch_process(self, pid: int, on_end: Callable[[], None]) -> "ProcessDescriptor | None":
+    def watch_process(self, pid: int, on_end: Callable[[], None]) -> "WatchedProcess | None":
         """Call `on_end` once, in the watch thread, when the process ends; return the argument for `unwatch_process`.
 
-        Returns None, and does not watch, if the system has no pidfd or the process has ended already: its closed
-        sockets then reveal the end.
+        Returns None, and never calls `on_end`, if the system has no pidfd or the process has already ended. Its sockets
+        close then, which `watch_socket` notices.
         """
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError):
             return None
-        process = ProcessDescriptor(fd)
+        process = WatchedProcess(fd)
         with self.changed:
             self._watched[fd], self._processes[fd] = on_end, process
         self._poll.register(fd, select.POLLIN)
@@ -150,18 +150,18 @@ class ProcessContext:
         return process
 
     def unwatch_socket(self, fd: int) -> None:
-        """Stop watching a socket, given by its file descriptor. Does nothing if the socket is not watched."""
+        """Stop watching the socket with this file descriptor. Does nothing if the socket is not watched."""
         with self.changed:
             if self._watched.pop(fd, None) is not None:
                 self._poll.unregister(fd)
 
-    def unwatch_process(self, process: "ProcessDescriptor | None") -> None:
-        """Stop watching a process. Does nothing if the process has ended, or for None."""
+    def unwatch_process(self, process: "WatchedProcess | None") -> None:
+        """Stop watching the end of a process. Does nothing if the process has ended or is None."""
         with self.changed:
-            if process is not None and self._processes.get(process.fd) is process:
-                self.unwatch_socket(process.fd)
-                del self._processes[process.fd]
-                os.close(process.fd)
+            if process is not None and self._processes.get(process.pidfd) is process:
+                self.unwatch_socket(process.pidfd)
+                del self._processes[process.pidfd]
+                os.close(process.pidfd)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -192,9 +192,11 @@ class ProcessContext:
     # -- groups made and destroyed -----------------------------------------------------------------------------------
 
     def retire_group(self, socks: list[socket.socket], blocks: list[tuple[int, int]]) -> None:
-        """Close a destroyed group's connections for sending; free its memory once no other rank can still read it.
+        """Release a destroyed group: close its sockets for sending; free its memory once no other rank can read it.
 
-        socks: the group's connections. blocks: (offset, size) in bytes of each block that it leased from the arena.
+        socks: the sockets to the group's other ranks. blocks: (offset, size) in bytes of each block of shared memory
+        that the group has reserved on this rank. Does not block: `reclaim_memory` frees later what other ranks can
+        still read.
         """
         for sock in socks:
             with contextlib.suppress(OSError):
@@ -204,7 +206,7 @@ class ProcessContext:
         self.reclaim_memory()
 
     def reclaim_memory(self) -> None:
-        """Free the arena blocks of every group passed to `retire_group` that all its other ranks have left, too."""
+        """Free the memory of each group passed to `retire_group` that all other ranks have left, too. Never blocks."""
         with self.changed:
             retired, self._retired_groups = self._retired_groups, []
             for socks, blocks in retired:
@@ -220,7 +222,7 @@ class ProcessContext:
         self._group_count += 1
 
     def drop_group_reference(self) -> bool:
-        """Decrement the number of groups that use this context; close the context and return True if none is left."""
+        """Decrement the number of groups that use this context; at zero, close the context and return True."""
         self._group_count -= 1
         if self._group_count:
             return False
@@ -257,15 +259,15 @@ def _peer_pid(sock: socket.socket) -> int:
 
 
 def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
-    """Wait for the next message of at most `max_bytes` and return it: b"" if the peer has closed the connection.
+    """Wait for the next message of at most `max_bytes` and return it; b"" if the peer has closed the connection.
 
     Raises BlockingIOError after the socket's timeout, ConnectionResetError if the peer closed with messages unread.
 
-    The ranks of a group arrive microseconds apart, while sleeping and waking takes tens of microseconds. So the
-    waiting thread first polls for 0.1 ms and yields its core to other ranks in between; then it sleeps in `recv`.
-    A worker thread sleeps at once, because its process computes meanwhile.
+    The ranks of a group arrive microseconds apart, while sleeping and waking takes tens of microseconds. So the waiting
+    thread first polls for 0.1 ms and yields its core to other ranks in between; then it sleeps in `recv`. A worker
+    thread sleeps at once, because its process computes meanwhile.
     """
-    end_s = time.monotonic() + (0.0 if in_worker_thread() else _POLL_S)
+    end_s = time.monotonic() + (0.0 if is_in_worker_thread() else _POLL_S)
     while time.monotonic() < end_s:
         try:
             return sock.recv(max_bytes, socket.MSG_DONTWAIT)
@@ -275,9 +277,9 @@ def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
 
 
 def set_socket_timeout(sock: socket.socket, seconds: float, receive_s: float | None = None) -> None:
-    """Limit how long a blocking send or receive on this socket may take; after that it raises BlockingIOError.
+    """Set how long a blocking send or receive on this socket may take before it raises BlockingIOError.
 
-    receive_s: the limit in seconds for receives; None: `seconds`, as for sends.
+    seconds: the limit for both. receive_s: another limit, in seconds, for receives; None: `seconds`.
 
     Python's own `settimeout` would cost a second system call per message.
     """

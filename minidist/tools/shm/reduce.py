@@ -19,7 +19,7 @@ _PAIRWISE: dict[dist.ReduceOp.RedOpType, tuple[str, Callable]] = {
 
 
 class Reduction:
-    """An element-wise reduction of tensors, made from one of torch's `ReduceOp`s.
+    """An element-wise reduction of tensors, made from a `dist.ReduceOp`.
 
     Raises ValueError for PREMUL_SUM, which needs a factor. name: "sum", "avg", "product", "min", "max", "band", ...
     """
@@ -32,7 +32,7 @@ class Reduction:
         self.name, self._combine = _PAIRWISE[kind]
 
     def reduce_into(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce `parts`, one tensor of equal shape per rank, from left to right into `out`.
+        """Reduce `parts`, one tensor of equal shape per rank, element-wise and in rank order; write to `out`.
 
         out: may be the same memory as parts[0] or parts[1], but not as a later part.
         """

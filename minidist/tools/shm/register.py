@@ -14,7 +14,7 @@ _TORCH = "torch.distributed.distributed_c10d"
 
 
 def register_backend() -> None:
-    """Make "shm" known to `dist.init_process_group`: now, or as soon as torch.distributed is imported."""
+    """Register the backend "shm" with torch: now, or as soon as torch.distributed is imported."""
     if hasattr(sys.modules.get(_TORCH), "Backend"):
         _register()
     elif not any(isinstance(finder, _TorchImportHook) for finder in sys.meta_path):

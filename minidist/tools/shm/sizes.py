@@ -13,9 +13,9 @@ TRANSFER_CHUNK_BYTES = 512 * 1024  # size of a chunk of a larger transfer; two c
 
 
 def even_chunk_length(numel: int, max_length: int) -> int:
-    """Return the chunk length, in elements, that cuts `numel` elements into the fewest chunks of similar length.
+    """Return the chunk length, in elements, that cuts `numel` elements into the fewest chunks, of similar length.
 
-    max_length: the upper limit in elements. The result is `max_length` itself or a multiple of 64.
+    max_length: the longest chunk allowed, in elements. The result is `max_length` or a multiple of 64 below it.
     """
     count = max(1, -(-numel // max_length))
     return min(max_length, max(1, -(-numel // count // ALIGN)) * ALIGN)

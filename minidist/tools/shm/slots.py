@@ -30,11 +30,12 @@ _PLACE = struct.Struct("<QQ")
 
 
 class Slots:
-    """Three equal buffers ("slots") in the arena of every rank of a group, leased at the first collective.
+    """Three equal buffers ("slots") per rank in shared memory, through which the collectives of a group pass data.
 
-    memories: the arena (shared memory) of each group rank, (bytes,) uint8. small: lease slots for small tensors only.
-    bytes: the size of one slot, equal on all ranks; 0 before the lease. lease: (offset, size) in bytes of this rank's
-    three slots in its arena, None before the lease.
+    context: the `ProcessContext` of this process. barrier: the connections to the other ranks. memories: the shared
+    memory (`Arena`) of each group rank, (bytes,) uint8. small: make slots for small tensors only.
+    bytes: the size of one slot, equal on all ranks; 0 before `lease_slots`. lease: (offset, size) in bytes of this
+    rank's three slots in its arena; None while it has none.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor], small: bool = False):
@@ -46,10 +47,11 @@ class Slots:
         self._views: dict[tuple, Any] = {}
 
     def lease_slots(self, signature: str, shape: str) -> None:
-        """Collective: lease slots in this rank's arena, exchange offsets, and use the smallest slot size of all ranks.
+        """Reserve this rank's three slots in shared memory, if it has none; exchange offsets with all ranks.
 
-        signature, shape: of the operation that needs the slots, as in `GroupBarrier.begin_operation`. Raises ShmError
-        if no shared memory is left.
+        Collective. All ranks then use the smallest slot size of any rank. signature, shape: operation and tensor as
+        text, for checks and error messages (see `GroupBarrier.begin_operation`). Raises ShmError if no shared memory is
+        left.
         """
         if self.lease is None:
             self.lease = self._lease_from_arena()
@@ -63,8 +65,8 @@ class Slots:
             self._offsets, self.bytes = agreed
             self._views.clear()
 
-    def finish(self) -> None:
-        """Do nothing at the end of an operation: the group keeps these slots for the next operation."""
+    def release_slots(self) -> None:
+        """Do nothing: the group keeps these slots for its next operation. `TemporarySlots` releases its slots here."""
 
     def _lease_from_arena(self) -> tuple[int, int]:
         arena = self._context.arena
@@ -82,11 +84,11 @@ class Slots:
             ) from None
 
     def next_slot_views(self, key: tuple, make_views: Callable[[list[Tensor]], Any]) -> Any:
-        """Advance to the next of the three slots; return what `make_views` makes of it.
+        """Advance every rank's slots to the next of the three; return views of them, made by `make_views`.
 
-        make_views: takes a list with this slot of every group rank, each (bytes,) uint8, and returns views of them. Its
-        result is cached under `key` and returned again for an equal key: a training step repeats a few shapes, and
-        making a view takes microseconds.
+        make_views: takes a list with this slot of every group rank, each (bytes,) uint8, and returns views of these
+        tensors. The views are cached under `key`, because a training step repeats a few shapes and making a view takes
+        microseconds.
         """
         key = (self._next, *key)
         if key not in self._views:
@@ -99,15 +101,15 @@ class Slots:
         return self._views[key]
 
     def section_bytes_per_rank(self) -> int:
-        """Return the size in bytes of one section when a slot is divided into one equal section per rank."""
+        """Return the size in bytes, a multiple of 64, of a section if a slot is divided equally among the ranks."""
         return self.bytes // self._barrier.size // ALIGN * ALIGN
 
 
 class TemporarySlots(Slots):
-    """Larger slots, which every rank leases from the free part of its own arena for a single operation.
+    """Larger slots (buffers in shared memory) that a process group reserves for one operation on a large tensor.
 
-    If no larger block is free, the operation uses `kept`, the slots that the group leases permanently. The lease never
-    waits for memory: two groups that wait for each other's memory would deadlock.
+    context, barrier, memories: as for `Slots`. kept: the slots that the group keeps; the operation uses them if no
+    larger block is free. Reserving never waits for memory: two groups that wait for each other's memory would deadlock.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor], kept: Slots):
@@ -115,13 +117,14 @@ class TemporarySlots(Slots):
         self._kept = kept
 
     def is_worthwhile(self, message_bytes: int) -> bool:
-        """Return whether larger slots would make a message of this size faster; equal on all ranks."""
+        """Return whether larger slots would make a message of this size faster. All ranks get the same answer."""
         return self._kept.bytes < LARGE_BYTES and message_bytes > _MIN_CHUNKS_FOR_TEMPORARY * self._kept.bytes
 
     def lease_slots(self, signature: str, shape: str) -> None:
-        """Collective: lease larger slots if memory is free, exchange offsets, and use the smallest size of all ranks.
+        """Reserve larger slots in shared memory, if there is room; exchange offsets with all ranks. Collective.
 
-        signature, shape: as in `Slots.lease_slots`.
+        All ranks then use the smallest slot size of any rank. signature, shape: operation and tensor as text, for
+        checks and error messages (see `GroupBarrier.begin_operation`).
         """
         arena = self._context.arena
         size = SLOTS * _slot_bytes(5 * arena.largest_free_block_bytes() // 8)
@@ -130,11 +133,8 @@ class TemporarySlots(Slots):
                 self.lease = arena.lease_block(size), size
         self._publish_lease(*(self.lease or self._kept.lease), signature, shape)
 
-    def finish(self) -> None:
-        """Collective: wait until all ranks have read the slots, then release them.
-
-        After an error the group keeps the lease.
-        """
+    def release_slots(self) -> None:
+        """Wait until all ranks have read the slots, then release this rank's. Collective."""
         self._barrier.exchange()
         if self.lease is not None:
             self._context.arena.release_block(*self.lease)
@@ -149,6 +149,9 @@ def _slot_bytes(part: int) -> int:
 def view_slot_section(
     slot: Tensor, index: int, section_bytes: int, numel: int, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """Return a view (numel,) of the first elements of section `index` of a slot; sections are `section_bytes` long."""
+    """Return a view (numel,) of the first elements of section `index` of a slot.
+
+    slot: a buffer in shared memory, (bytes,) uint8, divided into sections of `section_bytes`. dtype: of the view.
+    """
     begin = index * section_bytes
     return slot[begin : begin + numel * dtype.itemsize].view(dtype)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def memory_order_view(tensor: Tensor) -> Tensor:
-    """Return a detached view (n,) of all elements, in the order in which they lie in memory.
+    """Return a detached view (n,) of all elements of the tensor, in the order in which they lie in memory.
 
-    Raises ValueError if there are gaps between the elements, or the tensor is not dense or not on the CPU.
+    Raises ValueError if there are gaps between the elements, or if the tensor is sparse or not on the CPU.
     """
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"the backend shm takes dense tensors on CPU, not {tensor.layout} on {tensor.device}")
@@ -25,17 +25,20 @@ def memory_order_view(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Return the bytes of all elements as a uint8 view. Raises ValueError unless the tensor is dense and on the CPU."""
+    """Return the memory of all elements of the tensor as a flat uint8 view.
+
+    Raises ValueError if there are gaps between the elements, or if the tensor is sparse or not on the CPU.
+    """
     return memory_order_view(tensor).view(torch.uint8)
 
 
 def describe_dtype_and_numel(tensor: Tensor) -> str:
-    """Return the dtype and number of elements as text, such as "float32 1024", for signatures that ranks compare."""
+    """Return the dtype and the number of elements as text, such as "float32 1024". Ranks compare such texts."""
     return _describe(tensor.dtype, tensor.shape)[0]
 
 
 def describe_shape(tensor: Tensor) -> str:
-    """Return the shape as text, such as "[4, 8]", for error messages."""
+    """Return the shape of the tensor as text, such as "[4, 8]", for error messages."""
     return _describe(tensor.dtype, tensor.shape)[1]
 
 
@@ -75,7 +78,7 @@ def check_part_sizes(operation: str, parts: Sequence[Tensor], like: Tensor, grou
 
 
 def split_rows_by_rank(tensor: Tensor, row_counts: Sequence[int], group_size: int) -> list[Tensor]:
-    """Split along dimension 0 into one part per rank; return the parts as flat uint8 views.
+    """Split `tensor` along dimension 0 into one part per rank; return the parts as flat uint8 views, by group rank.
 
     row_counts: the number of rows for each rank; empty for equal parts. Raises ValueError if there is not one count per
     rank, the counts do not add up to dimension 0, or equal parts are impossible.

@@ -22,9 +22,10 @@ _GO, _NO = b"+", b"!"
 
 
 class Transfers:
-    """The point-to-point transfers of one group: blocking sends and receives.
+    """The blocking point-to-point sends and receives of one process group over shared memory.
 
-    tokens: `ProcessContext.token` of each group rank. name: a unique name that all ranks of the group know.
+    context: the `ProcessContext` of this process. barrier: names the ranks, and knows the timeout and which ranks have
+    left. tokens: `ProcessContext.token` of each group rank. name: a unique name that all ranks of the group know.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, tokens: list[str], name: str):
@@ -36,8 +37,8 @@ class Transfers:
     def send(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
         """Send `flat` (n,) uint8 to group rank `peer`; return when the peer has received all of it.
 
-        signature: dtype and shape of the tensor as text. Raises ShmError if the receiver expects another size or dtype,
-        or the peer leaves or does not answer within the group's timeout.
+        signature: the tensor's dtype and number of elements as text. Raises ShmError if the receiver expects another
+        size or dtype, or if the peer leaves the group or does not answer within the group's timeout.
         """
         sock = self._connection("send", peer, tag)
         small = flat.numel() <= EAGER_BYTES
@@ -71,8 +72,8 @@ class Transfers:
     def recv(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
         """Receive into `flat` (n,) uint8 from group rank `peer`; return when all of it has arrived.
 
-        signature: dtype and shape of the tensor as text. Raises ShmError if the sender sends another size or dtype, or
-        the peer leaves or sends nothing within the group's timeout.
+        signature: the tensor's dtype and number of elements as text. Raises ShmError if the sender sends another size
+        or dtype, or if the peer leaves the group or sends nothing within the group's timeout.
         """
         sock = self._connection("recv", peer, tag)
         what = f"recv of {signature} from rank {self._barrier.ranks[peer]} (tag {tag})"
@@ -158,7 +159,10 @@ class Transfers:
         return received
 
     def disconnect_peer(self, peer: int) -> None:
-        """Make transfers with `peer`, which has left the group, fail once the messages that it sent are received."""
+        """Note that `peer` has left the group: operations that send to it or receive from it fail from now on.
+
+        What `peer` sent before it left is still received.
+        """
         for (_, other, _), sock in list(self._socks.items()):
             if other == peer:
                 _shut_down(sock)
@@ -166,7 +170,7 @@ class Transfers:
             self._context.changed.notify_all()
 
     def fail_all(self) -> None:
-        """Make all transfers, in flight and later, fail with ShmError, because the group is being destroyed."""
+        """Make all sends and receives, in flight and later, fail with ShmError: the group is being destroyed."""
         self._closed = True
         for sock in self._socks.values():
             _shut_down(sock)
@@ -174,7 +178,7 @@ class Transfers:
             self._context.changed.notify_all()
 
     def close_sockets(self) -> None:
-        """Close the connections. To be called after `fail_all`, when no thread of this process uses them any more."""
+        """Close all connections. Call this after `fail_all`, when no thread sends or receives any more."""
         for sock in self._socks.values():
             sock.close()
         self._socks.clear()

@@ -16,7 +16,7 @@ ALTERNATIVES = {
 
 
 def reject_unsupported_methods(group_class: type) -> type:
-    """Class decorator: methods that the backend lacks raise ShmError, which names the alternative to the method."""
+    """Decorate a process group class: methods that the backend lacks raise ShmError, which names an alternative."""
     for name, instead in ALTERNATIVES.items():
         setattr(group_class, name, _rejection(name, instead))
     return group_class

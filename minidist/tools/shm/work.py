@@ -11,10 +11,10 @@ from minidist.tools.shm.operation_queue import Operation, OperationQueue
 
 
 class Work(dist.Work):
-    """The `dist.Work` of one operation of an `OperationQueue`.
+    """The `dist.Work` of one operation: the handle that torch.distributed returns for an operation in flight.
 
-    queue: the queue in which the operation runs, once `start` is called. call: performs the operation. tensors: the
-    tensors that receive the results. source: for a receive, the group rank of the sender; else -1.
+    queue: the `OperationQueue` in which the operation runs. call: performs the operation. tensors: the tensors that
+    receive the results. source: for a receive, the group rank of the sender; else -1.
     """
 
     def __init__(
@@ -24,14 +24,17 @@ class Work(dist.Work):
         self._queue, self._task, self._tensors, self.source = queue, Operation(call), list(tensors), source
 
     def start(self, run_in_caller: bool) -> None:
-        """Queue the operation. run_in_caller: run it to its end in the calling thread instead, if the queue is idle."""
+        """Append the operation to its queue and return at once.
+
+        run_in_caller: if the queue is idle, instead run the operation to its end in the calling thread.
+        """
         self._queue.submit(self._task, run_in_caller)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended; return True.
+        """Block until the operation has ended; return True. Raises the operation's error if it failed.
 
-        Raises the operation's error, or DistBackendError after `timeout`.
-        timeout: zero for no limit; then the calling thread runs the operation itself if it is the next in the queue.
+        timeout: after it DistBackendError is raised; zero for no limit. Without limit, the calling thread runs the
+        operation itself if it is first in its queue.
         """
         if not self._task.ended:
             if not timeout:
@@ -45,11 +48,11 @@ class Work(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Do what `wait` does: tensors on the CPU have no stream to synchronize."""
+        """Block until the operation has ended, as `wait` does: tensors on the CPU have no stream to synchronize."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Do what `wait` does: block the calling thread. The method of nccl's works blocks only the stream."""
+        """Block the calling thread until the operation has ended, as `wait` does; nccl would block only the stream."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, execution_order
+from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, find_order_and_deadlocks
 from minidist.parallel.pipeline.transfers import StageProgram, Transfer
 
 _BEFORE = {"B": "F", "W": "B"}
@@ -25,34 +25,34 @@ def check_schedule(schedule: Schedule) -> list[int]:
     """
     for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
-    places, stuck = execution_order(schedule)
+    places, stuck = find_order_and_deadlocks(schedule)
     if stuck:
         raise UserError(_deadlock(schedule, places, stuck))
     return peak_live_micro_batches(schedule)
 
 
 def peak_live_micro_batches(schedule: Schedule) -> list[int]:
-    """Return each stage's peak number of in-flight micro-batches; those in different chunks count separately.
+    """Return the peak number of in-flight micro-batches of each stage, in stage order.
 
-    A micro-batch is in flight from the start of its F to the end of its last backward action (W if backward is
-    split, else B). The count depends only on the order of actions. With c chunks on a stage, a micro-batch in one chunk
-    holds 1/c of the activations of a micro-batch in the whole stage.
+    A micro-batch is in flight from the start of its F to the end of its last backward action (W if backward is split,
+    else B). The number depends only on the order of actions. A micro-batch counts once for each chunk of the stage in
+    which it is in flight; with c chunks, each count stands for 1/c of the micro-batch's activations on the stage.
     """
-    return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.num_stages)]
+    return [max(live_micro_batches_per_action(schedule, stage), default=0) for stage in range(schedule.num_stages)]
 
 
-def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
-    """Return the number of in-flight micro-batches during each action of a stage, in execution order."""
+def live_micro_batches_per_action(schedule: Schedule, stage: int) -> list[int]:
+    """Return the number of micro-batches in flight on a stage during each of its actions, in execution order."""
     ends, order = schedule.last_action_kind, schedule.orders[stage]
     held = accumulate((action.kind == "F") - (action.kind == ends) for action in order)
     return [count + (action.kind == ends) for count, action in zip(held, order, strict=True)]
 
 
 def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
-    """Check that the programs finish even if each send and receive blocks until the other is posted.
+    """Check that a schedule's stages finish even if each send and each receive blocks until the other is posted.
 
-    programs: for each stage, its actions and transfers (sends and receives) in order, as `insert_transfers` returns
-    them. Raises UserError if stages deadlock, or if a stage uses or sends a tensor that it does not have.
+    programs: for each stage, its actions and transfers (sends and receives) in order, as from `insert_transfers`.
+    Raises UserError if stages deadlock, or if a stage uses or sends a tensor that it does not have.
     """
     at = [0] * len(programs)
     have: list[set[StageAction]] = [set() for _ in programs]
@@ -172,7 +172,7 @@ def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageAction) -> st
     order.remove(needed.action)
     order.insert(index, needed.action)
     orders = [order if stage == needed.stage else old for stage, old in enumerate(schedule.orders)]
-    _, stuck = execution_order(replace(schedule, orders=orders))
+    _, stuck = find_order_and_deadlocks(replace(schedule, orders=orders))
     return None if stuck else f"Put {needed.action} before {order[index + 1]} on stage {needed.stage}."
 
 

@@ -61,7 +61,10 @@ class SimulateOptions:
 
 
 def main(options: SimulateOptions) -> int:
-    """Simulate and print; return exit code 0. Raises UserError for invalid options and schedules that cannot run."""
+    """Simulate the pipeline schedule that the options describe, print its timeline or JSON, and return 0.
+
+    Raises UserError for invalid options and schedules that cannot run.
+    """
     if options.picture is not None:
         _check_picture(options.picture)
     timeline = simulate_schedule(
@@ -97,7 +100,10 @@ def choose_schedule(options: SimulateOptions) -> Schedule:
 
 
 def timeline_json(timeline: PipelineTimeline) -> dict:
-    """Return the numbers of a timeline for `--json`: the bubble to four decimals, as in the papers, times to six."""
+    """Return the figures of a timeline as `--json` prints them: step time, bubble, busy time and peaks of each stage.
+
+    Times are rounded to six decimals, the bubble to four.
+    """
     return {
         "kind": timeline.schedule.kind,
         "stages": timeline.schedule.num_stages,
@@ -112,7 +118,7 @@ def timeline_json(timeline: PipelineTimeline) -> dict:
 
 
 def print_timeline(timeline: PipelineTimeline) -> None:
-    """Print the drawing, in colours on a terminal, and below it the step time, bubble and peak memory."""
+    """Print a drawing of the timeline, in colours on a terminal, and below it the step time, bubble and peak memory."""
     from rich.console import Console
 
     description = SUMMARIES.get(timeline.schedule.kind)

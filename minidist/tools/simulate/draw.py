@@ -22,7 +22,7 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
 def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
-    """Return the timeline as text: a line per stage, time from left to right, `.` where the stage is idle.
+    """Draw the timeline as text: a line per stage, time from left to right, `.` where the stage is idle.
 
     width: the largest number of characters of a stage's line. Actions show their names (F12) or, if the shortest is
     less than two columns wide, their letters (F-). Where even that is too wide, each column shows the letter of the
@@ -72,7 +72,7 @@ def _cell(action: Action | None, width: int, shortest: int) -> str:
 
 
 def color_drawing(drawing: str) -> "Text":
-    """Return the output of `draw_text` in colours, for rich to print, which drops them where a terminal has none."""
+    """Colour the text that `draw_text` returns; the result is for rich to print."""
     from rich.text import Text
 
     lines = [Text(line) for line in drawing.splitlines()]
@@ -84,7 +84,7 @@ def color_drawing(drawing: str) -> "Text":
 
 
 def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure":
-    """Return the timeline as a figure: a row of bars per stage, with micro-batch numbers where they fit.
+    """Draw the timeline as a matplotlib figure: a row of bars per stage, with micro-batch numbers where they fit.
 
     Save it with `.savefig(path)`; a notebook shows it. title: if None, the schedule's kind, size, bubble and peak
     number of micro-batches in flight.

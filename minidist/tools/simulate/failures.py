@@ -9,23 +9,26 @@ USEFUL, SAVING, LOST, RESTART = "useful work", "saving", "lost work", "restart"
 
 
 class Phase(NamedTuple):
-    """What a run or a rank does from time `start` to time `stop`, in seconds. kind: a label, such as "saving"."""
+    """An activity of a run or a rank from time `start` to time `stop`, in seconds. kind: such as "saving"."""
 
     kind: str
     start: float
     stop: float
 
 
-def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: int = 0) -> list[Phase]:
-    """Simulate a run until `intervals` intervals of `interval_s` seconds of work are saved; return its phases in order.
+def simulate_run_with_failures(
+    model: FailureModel, interval_s: float, num_intervals: int, seed: int = 0
+) -> list[Phase]:
+    """Simulate a run that saves checkpoints and fails at random; return its phases in order.
 
-    model: mean time between failures, and the durations of a save and a restart. Failures are a Poisson process, drawn
-    from `seed`: they occur during work, saves and restarts, and lose all work since the last save. The time of a save
-    that a failure interrupts counts as lost work.
+    The run ends when `num_intervals` intervals of `interval_s` seconds of work are saved. model: mean time between
+    failures, and the durations of a save and a restart. Failures are a Poisson process, drawn from `seed`: they occur
+    during work, saves and restarts, and lose all work since the last save. The time of a save that a failure interrupts
+    counts as lost work.
     """
     draw = random.Random(seed)
     now, failure, phases = 0.0, draw.expovariate(1 / model.mtbf_s), []
-    for _ in range(intervals):
+    for _ in range(num_intervals):
         while failure < now + interval_s + model.save_s:
             phases.append(Phase(LOST, now, failure))
             now = failure
@@ -45,7 +48,7 @@ def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: i
 
 
 def time_by_kind(phases: list[Phase]) -> dict[str, float]:
-    """Return the total seconds of all phases of each kind, by kind, in order of first occurrence."""
+    """Return the total seconds of the phases of each kind, by kind, in order of first occurrence."""
     seconds: dict[str, float] = {}
     for phase in phases:
         seconds[phase.kind] = seconds.get(phase.kind, 0.0) + phase.stop - phase.start

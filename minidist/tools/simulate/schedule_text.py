@@ -15,11 +15,12 @@ _OP = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
 def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", "v"] = "loop") -> Schedule:
-    """Parse the text of a schedule; empty lines and comments (#) are ignored.
+    """Read a pipeline schedule from text: a line for each stage with its actions in order, such as "F0 F1 B0 B1".
 
-    The highest micro-batch and chunk number determine how many there are. name: becomes the schedule's kind, and names
-    the text in errors. placement: of the chunks on the stages, as in `Schedule`. `check_schedule` checks whether the
-    schedule can run. Raises UserError with the line and the word that is not an action.
+    Empty lines and comments (#) are ignored. The highest micro-batch and chunk number determine how many there are.
+    name: becomes the schedule's kind, and names the text in errors. placement: of the chunks on the stages, as in
+    `Schedule`. Raises UserError with the line and the word that is not an action; `check_schedule` checks whether the
+    schedule can run.
     """
     lines = [(number, line.split("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
     orders = [[_parse_action(word, name, number) for word in words] for number, words in lines if words]
@@ -36,7 +37,7 @@ def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", 
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Return a schedule as text that `parse_schedule` can read, a line per stage such as "F0 F1 B0 B1"."""
+    """Write a pipeline schedule as text that `parse_schedule` can read, a line per stage such as "F0 F1 B0 B1"."""
     return "".join(" ".join(map(str, order)) + "\n" for order in schedule.orders)
 
 

@@ -16,11 +16,11 @@ from minidist.tools.simulate.check import check_schedule, peak_live_micro_batche
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The times of a stage's forward (F), input gradient (B) and weight gradient (W) per micro-batch, in any unit.
+    """The durations of forward (F), input gradient (B) and weight gradient (W) of one micro-batch, in any unit.
 
-    f, b, w: times of F, B and W: one number for all stages; or one per stage, for all of its chunks together; or one
-    per model chunk, in the order of forward. A backward that is not split takes b + w. comm: the time from the end of
-    an action on one stage until its result has arrived at another stage.
+    f, b, w: each is one number for all stages; or one per stage, for all of its chunks together; or one per model
+    chunk, in the order of forward. A backward that is not split takes b + w. comm: the time from the end of an action
+    on one stage until its result has arrived at another stage.
     """
 
     f: float | Sequence[float] = 1.0
@@ -29,9 +29,10 @@ class StageTimes:
     comm: float = 0.0
 
     def action_durations(self, schedule: Schedule) -> dict[str, list[float]]:
-        """Return the durations of the actions of one micro-batch: kind ("F", "B", "W") -> one duration per model chunk.
+        """Return the duration of each action of one micro-batch: {"F", "B" or "W": one duration per model chunk}.
 
-        Raises UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
+        Model chunks are in the order of forward; "B" is the whole backward if the schedule does not split it. Raises
+        UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
         """
         if not _is_time(self.comm):
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")
@@ -40,7 +41,7 @@ class StageTimes:
         total = sum(by["f"]) + sum(full_backward)
         if not total:
             raise UserError("t-f, t-b and t-w are all 0: give one of them a time above 0.")
-        if math.isinf((total + 2 * schedule.positions * self.comm) * schedule.micro_batches):
+        if math.isinf((total + 2 * schedule.num_parts * self.comm) * schedule.micro_batches):
             raise UserError("the sum of all times overflows: give the times in a larger unit.")
         return {"F": by["f"], "B": by["b"] if schedule.splits_backward else full_backward, "W": by["w"]}
 
@@ -49,23 +50,23 @@ class StageTimes:
         times = list(value) if isinstance(value, Sequence) else [value]
         if invalid := [time for time in times if not _is_time(time)]:
             raise UserError(f"t-{kind} is {invalid[0]}; a time is a number, 0 or more.")
-        if len(times) == schedule.positions:
+        if len(times) == schedule.num_parts:
             return times
         if len(times) not in (1, schedule.num_stages):
-            per_chunk = f", or {schedule.positions} for the model chunks" if schedule.num_chunks > 1 else ""
+            per_chunk = f", or {schedule.num_parts} for the model chunks" if schedule.num_chunks > 1 else ""
             raise UserError(
                 f"t-{kind} has {len(times)} times for {schedule.num_stages} stages: give 1 for all of them, or "
                 f"{schedule.num_stages}{per_chunk}."
             )
-        owners = [schedule.owner(position)[0] for position in range(schedule.positions)]
+        owners = [schedule.owner(position)[0] for position in range(schedule.num_parts)]
         return [times[stage if len(times) > 1 else 0] / schedule.num_chunks for stage in owners]
 
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """A schedule with the start and end of every action; computes step time, bubble and micro-batches in flight.
+    """The start and end of every action of a pipeline schedule; computes step time, bubble and in-flight micro-batches.
 
-    spans: for each stage, its actions in order. All times are in the unit of the `StageTimes`.
+    spans: for each stage, its actions in order, with start and end. All times are in the unit of the `StageTimes`.
     """
 
     schedule: Schedule
@@ -97,12 +98,13 @@ class PipelineTimeline:
 
     @property
     def peak_live_micro_batches(self) -> list[int]:
-        """The peak number of in-flight micro-batches of each stage, in stage order; see `check`."""
+        """The peak number of in-flight micro-batches of each stage, in stage order (see
+        `check.peak_live_micro_batches`)."""
         return peak_live_micro_batches(self.schedule)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
-    """Compute when every action of a schedule starts and ends, given the times of its stages.
+    """Compute when every action of a pipeline schedule starts and ends, given the durations of actions and transfers.
 
     Raises UserError if the schedule cannot run (its actions wait for each other in a cycle), and for invalid times.
     """

@@ -15,10 +15,10 @@ from minidist.tools.trace.timed_meter import OperationSpan, RankRecording, Timed
 COMPUTE, WAITING, COMMUNICATION = 1, 2, 3  # thread ids; further lanes of communication follow
 
 
-def make_trace_events(recordings: Sequence[RankRecording], names: Sequence[str]) -> list[dict]:
-    """Return the events of a Chrome trace: metadata first, then by time, an event before the events nested in it.
+def make_trace_events(recordings: Sequence[RankRecording], rank_names: Sequence[str]) -> list[dict]:
+    """Return the events of a Chrome trace file: metadata first, then sorted by time, outer events before nested ones.
 
-    recordings: the recording of every rank, in rank order, with the times of one clock. names: the display name of each
+    recordings: the recording of every rank, in rank order, in times of one clock. rank_names: the display name of each
     rank.
     """
     origin = min(recording.begin for recording in recordings)
@@ -27,9 +27,12 @@ def make_trace_events(recordings: Sequence[RankRecording], names: Sequence[str])
     for rank, recording in enumerate(recordings):
         pid = rank + 1  # Perfetto hides process 0
         operations = sorted(recording.operations, key=lambda operation: operation.launched)
-        ends = [recording.end if operation.completed is None else operation.completed for operation in operations]
+        ends = [
+            recording.end if operation.completion_time is None else operation.completion_time
+            for operation in operations
+        ]
         lanes = assign_lanes([(operation.launched, end) for operation, end in zip(operations, ends, strict=True)])
-        metadata += _thread_names(pid, names[rank], rank, max(lanes, default=0) + 1)
+        metadata += _thread_names(pid, rank_names[rank], rank, max(lanes, default=0) + 1)
         timed += [
             _slice(pid, COMPUTE, _title(s), "compute", s.begin - origin, s.end - origin, s.attributes)
             for s in recording.spans
@@ -95,8 +98,8 @@ def _details(operation: OperationSpan) -> dict:
     }
     if record.peer is not None:
         facts |= {"peer": record.peer, "tag": record.tag}
-    known = "end of its wait" if operation.completed is not None else "not recorded"
-    reported = operation.reported is not None and operation.completed == operation.reported
+    known = "end of its wait" if operation.completion_time is not None else "not recorded"
+    reported = operation.reported is not None and operation.completion_time == operation.reported
     return facts | operation.attributes | {"completion": "reported by the backend" if reported else known}
 
 

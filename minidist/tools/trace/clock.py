@@ -21,17 +21,20 @@ EXCHANGES = 16
 
 
 class ClockOffset(NamedTuple):
-    """The nanoseconds to add to this rank's clock to get that of the group's first rank, and a bound of the error."""
+    """The offset of this rank's clock from the clock of its group's first rank.
+
+    offset_ns: nanoseconds to add to a time of this rank. error_ns: upper limit of the error of `offset_ns`.
+    """
 
     offset_ns: int
     error_ns: int
 
 
 def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_ns) -> ClockOffset:
-    """Collective: measure the offset of this rank's clock from the clock of the group's first rank.
+    """Measure the offset of this rank's clock from the clock of the group's first rank. Collective.
 
-    now: takes nothing and returns the time of this rank's clock in nanoseconds. Returns (0, 0) on the first rank's
-    host, whose ranks share its clock.
+    Returns (0, 0) on ranks on the first rank's host, which share its clock. now: a function without arguments that
+    returns the time of this rank's clock in nanoseconds.
     """
     nodes = all_gather_object(group.world.node_rank, group)
     for rank, node in enumerate(nodes):
@@ -66,21 +69,21 @@ def _request_readings(group: Group, now: Callable[[], int]) -> ClockOffset:
 
 
 class HostClock:
-    """Takes timestamps, in nanoseconds, of this host's monotonic clock; the counterpart on CUDA is `DeviceClock`.
+    """A clock for timestamps on the CPU, in nanoseconds; for CUDA see `DeviceClock`.
 
-    now: the function that reads the clock; takes nothing and returns the timestamp.
+    now: a function without arguments that reads this host's monotonic clock.
     """
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns):
         self.now = now
 
     def to_host_ns(self, timestamp: int) -> int:
-        """Return the timestamp as it is: it is a time of this host's clock already."""
+        """Return `timestamp` unchanged: it is a time of this host's clock, in nanoseconds, already."""
         return timestamp
 
 
 class DeviceClock:
-    """Takes timestamps of the current CUDA stream: when the device reaches this point, not when Python enqueues it.
+    """A clock for timestamps on a CUDA device: the time at which the device, not Python, reaches a point of the stream.
 
     The host runs ahead of the device, and `wait()` makes the stream wait and not the host, so only the stream's times
     show how long work and waits took. A timestamp costs one event in the current stream.
@@ -92,12 +95,15 @@ class DeviceClock:
         self._first_ns = time.monotonic_ns()
 
     def now(self) -> torch.cuda.Event:
-        """Record an event at this point of the current stream and return it as the timestamp."""
+        """Record a CUDA event in the current stream; return it as the timestamp."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def to_host_ns(self, timestamp: torch.cuda.Event) -> int:
-        """Wait for the event; return its time on this host's clock, exact to a few microseconds."""
+        """Return the time of the event on this host's monotonic clock in nanoseconds, exact to a few microseconds.
+
+        Blocks until the device has reached the event.
+        """
         timestamp.synchronize()
         return self._first_ns + round(self._first.elapsed_time(timestamp) * 1e6)

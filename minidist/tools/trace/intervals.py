@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of the intervals, as ascending (begin, end) pairs that do not touch."""
+    """Return the union of (begin, end) intervals as ascending intervals that neither overlap nor touch."""
     covered: list[Interval] = []
     for begin, end in sorted(intervals):
         if covered and begin <= covered[-1][1]:
@@ -18,7 +18,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect_intervals(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Return the intersection of the union of `a` and the union of `b`, as ascending intervals that do not touch."""
+    """Return the times that are both in an interval of `a` and in one of `b`, as ascending (begin, end) intervals."""
     a, b, overlaps = deque(merge_intervals(a)), deque(merge_intervals(b)), []
     while a and b:
         overlaps.append((max(a[0][0], b[0][0]), min(a[0][1], b[0][1])))
@@ -27,12 +27,12 @@ def intersect_intervals(a: Iterable[Interval], b: Iterable[Interval]) -> list[In
 
 
 def covered_time(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of the intervals, so that overlaps count once."""
+    """Return the total length of the union of the intervals: time that several intervals cover counts once."""
     return sum(end - begin for begin, end in merge_intervals(intervals))
 
 
 def assign_lanes(intervals: Sequence[Interval]) -> list[int]:
-    """Return a lane (a row of the drawing, numbered from 0) for each interval, so that no two of a lane overlap.
+    """Return for each interval the number, from 0, of the lane in which to draw it: intervals of a lane do not overlap.
 
     intervals: (begin, end) pairs, sorted by begin.
     """

@@ -16,10 +16,10 @@ from minidist.tools.trace.clock import DeviceClock, HostClock
 
 @dataclass
 class TimedSpan:
-    """A computation or a wait of this rank.
+    """A period in which this rank did the computation `name`, or waited for the operation `name`.
 
-    begin, end: timestamps of the recording clock; in a `RankRecording`, nanoseconds. attributes: the attributes of this
-    span and of the spans around it, such as {"step": 3, "micro_batch": 0}.
+    begin, end: timestamps of the recording's clock; nanoseconds in a `RankRecording`. end: None while the period lasts.
+    attributes: the attributes of this span and of the spans around it, such as {"step": 3, "micro_batch": 0}.
     """
 
     name: str
@@ -30,11 +30,12 @@ class TimedSpan:
 
 @dataclass
 class OperationSpan:
-    """A communication operation from launch to completion.
+    """A communication operation of this rank, with the times from launch to completion.
 
-    launched: time of the launch, as in `TimedSpan`. reported: time at which the backend reported that the operation has
-    completed, None without a report. waited: time at which the wait for it ended, None without a wait. attributes: the
-    attributes of the spans in which it was launched.
+    record: the meter's record of the operation. launched: time of the launch. reported: time at which the backend
+    reported the completion; None without a report. waited: time at which the wait for the operation ended; None without
+    a wait. Times are timestamps of the recording's clock; nanoseconds in a `RankRecording`. attributes: those of the
+    `TimedSpan`s around the launch, such as {"step": 3}.
     """
 
     record: Record
@@ -44,17 +45,17 @@ class OperationSpan:
     waited: Any = None
 
     @property
-    def completed(self) -> Any:
-        """The time of completion: the earlier of `reported` and `waited`; None if both are unknown."""
+    def completion_time(self) -> Any:
+        """The earlier of `reported` and `waited`; None if both are unknown."""
         return min((time for time in (self.reported, self.waited) if time is not None), default=None)
 
 
 @dataclass
 class RankRecording:
-    """The spans, waits and operations of one rank between `begin` and `end`, in nanoseconds of one clock.
+    """All that one rank computed, waited for and communicated between `begin` and `end`, in nanoseconds of one clock.
 
-    spans: nested computations, in the order of begin. waits: when the host (on CUDA: the stream) waited for
-    communication. operations: all operations that were launched.
+    spans: the computations, in the order of begin; they may be nested. waits: when the host (on CUDA: the stream)
+    waited for communication. operations: all operations that were launched.
     """
 
     begin: int
@@ -65,9 +66,10 @@ class RankRecording:
 
 
 class TimedMeter(Meter):
-    """A traffic `Meter` that keeps totals, and between `start_recording` and `stop_recording` every operation's times.
+    """A `Meter` (counts operations and bytes) that also records the times of operations, waits and computations.
 
-    Memory grows with every recorded operation, so recordings should be short.
+    It does so between `start_recording` and `stop_recording`. Memory grows with every recorded operation, so recordings
+    should be short.
     """
 
     def __init__(self):
@@ -75,14 +77,17 @@ class TimedMeter(Meter):
         self._times: HostClock | DeviceClock | None = None
         self._reset()
 
-    def start_recording(self, times: HostClock | DeviceClock) -> None:
-        """Begin a new recording, whose times are read from the clock `times`."""
+    def start_recording(self, clock: HostClock | DeviceClock) -> None:
+        """Discard any earlier recording and begin a new one, with times from `clock`."""
         self._reset()
-        self._times = times
-        self._begin = times.now()
+        self._times = clock
+        self._begin = clock.now()
 
     def stop_recording(self, offset_ns: int = 0) -> RankRecording:
-        """Stop and return the recording. offset_ns: is added to every time; see `clock.measure_clock_offset`."""
+        """End the recording and return it.
+
+        offset_ns: nanoseconds to add to every time, so that all ranks use one clock (see `measure_clock_offset`).
+        """
         times, self._times = self._times, None
 
         def to_common_clock(timestamp) -> int | None:
@@ -113,7 +118,7 @@ class TimedMeter(Meter):
         return recording
 
     def record(self, *args, **kwargs) -> Record:
-        """Count an operation as `Meter.record` does; during a recording, also keep it with the time of its launch."""
+        """Count a launched operation and return its record, as `Meter` does; if recording, keep the launch time."""
         record = super().record(*args, **kwargs)
         if self._times is not None:
             # The span keeps the record alive, so that no other object gets this id.
@@ -121,9 +126,9 @@ class TimedMeter(Meter):
         return record
 
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
-        """Ask the backend to report the completion of these operations.
+        """During a recording, ask the backend to report when these operations complete; the time is kept then.
 
-        On CUDA, do nothing: there the end of the stream's wait counts as the completion.
+        Does nothing on CUDA, where the end of the stream's wait counts as the completion. works: torch's handles.
         """
         operations = [self._recorded[id(record)] for record in records if id(record) in self._recorded]
         if not operations or len(works) != len(operations) or not isinstance(self._times, HostClock):
@@ -133,7 +138,7 @@ class TimedMeter(Meter):
                 work.get_future().add_done_callback(self._completion_callback(operation))
 
     def on_wait_end(self, record: Record) -> None:
-        """Do what `Meter.on_wait_end` does; during a recording, also keep the time at which the first wait ended."""
+        """Note in `record` that the wait for the operation has ended, as `Meter` does; if recording, keep the time."""
         super().on_wait_end(record)
         operation = self._recorded.get(id(record))
         if operation is not None and operation.waited is None:
@@ -154,11 +159,14 @@ class TimedMeter(Meter):
             span.end, self._enclosing = times.now(), enclosing
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
-        """Return a context whose duration is recorded as a computation `name`. attributes: see `TimedSpan`."""
+        """Return a context manager; a recording keeps its begin and end as the computation `name`.
+
+        attributes: describe the computation and everything inside the context, such as step=3.
+        """
         return self._timed(self._spans, name, attributes)
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
-        """Return a context whose duration is recorded as a wait of this rank for these operations."""
+        """Return a context manager; a recording keeps its begin and end as a wait of this rank for these operations."""
         return self._timed(self._waits, records[0].name, {"of": list(records)})
 
     def _completion_callback(self, operation: OperationSpan):

@@ -28,12 +28,12 @@ _PRINTED_RANKS = 8  # in the summary line; the file has all
 
 @dataclass(frozen=True)
 class TimeFractions:
-    """Fractions of one rank's recorded time; compute, exposed_communication and other add up to 1.
+    """How one rank spent its recorded time, as fractions; compute, exposed_communication and other add up to 1.
 
-    compute: forward, backward, gradient norm and optimizer, without the waits inside them; exposed_communication:
-    waits for communication; other: the rest, such as data, checkpoints and evaluations. hidden_communication: of the
-    time with operations in flight (which includes waiting for the last rank to join), the fraction in which the rank
-    computed; None without operations.
+    compute: forward, backward, gradient norm and optimizer, without the waits inside them. exposed_communication: waits
+    for communication. other: the rest, such as data, checkpoints and evaluations. hidden_communication: the fraction of
+    the time with operations in flight during which the rank computed; None without operations. Time in flight includes
+    waiting for the last rank to launch the operation.
     """
 
     compute: float
@@ -43,11 +43,14 @@ class TimeFractions:
 
 
 def compute_time_fractions(recording: RankRecording) -> TimeFractions:
-    """Return the fractions of its recorded time in which a rank computed, waited for communication, or did the rest."""
+    """Return which fractions of its recorded time a rank computed, waited for communication, and did anything else."""
     duration = recording.end - recording.begin
     computations = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
     waits = [(wait.begin, wait.end) for wait in recording.waits]
-    operations = [(op.launched, recording.end if op.completed is None else op.completed) for op in recording.operations]
+    operations = [
+        (op.launched, recording.end if op.completion_time is None else op.completion_time)
+        for op in recording.operations
+    ]
     exposed, in_flight = covered_time(waits), covered_time(operations)
     compute = covered_time(computations) - covered_time(intersect_intervals(computations, waits))
     overlap = intersect_intervals(computations, operations)
@@ -58,9 +61,10 @@ def compute_time_fractions(recording: RankRecording) -> TimeFractions:
 
 
 class TraceRecorder(Observer):
-    """Records the trace of one run. The run's traffic meter (`trainer.groups.meter`) must be a `TimedMeter`.
+    """Observer of a run that records the configured steps on every rank; rank 0 writes them as a Chrome trace file.
 
-    summary_line: the line about the trace that `on_end` prints; None on ranks other than 0 if a trace was written.
+    The run's meter (`trainer.groups.meter`) must be a `TimedMeter`. summary_line: the line that `on_end` sends, on rank
+    0 about the file; on other ranks None, unless the run ended before the first step to record.
     """
 
     def __init__(self, config: Config):
@@ -69,16 +73,19 @@ class TraceRecorder(Observer):
         self._ended = False
         self.summary_line: str | None = None
 
-    def check(self, folder: Path) -> None:
-        """Check the output file: raise UserError if the file of `--trace` exists or cannot be written."""
+    def check_folder(self, folder: Path) -> None:
+        """Raise UserError if the file of `--trace` exists or cannot be written. folder: unused."""
         check_trace_file(self._whole_config)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Keep the run's meter, which records the times, and its control group, over which the ranks gather them."""
+        """Remember the run's meter, which records, and its control group, over which rank 0 gathers the recordings."""
         self._meter, self._group = trainer.groups.meter, trainer.control
 
     def before_step(self, trainer: Trainer) -> None:
-        """Collective: begin or end the recording if this is the configured step (`--trace.first`, `--trace.steps`)."""
+        """Begin the recording before step `--trace.first`; end it `--trace.steps` steps later and write the file.
+
+        Does nothing before other steps. Collective.
+        """
         step = trainer.progress.step
         if self._ended:
             return
@@ -89,12 +96,12 @@ class TraceRecorder(Observer):
             self._finish(step)
 
     def on_last_step(self, trainer: Trainer) -> None:
-        """Collective: end the recording if it still runs, gather the recordings of all ranks, and write the file."""
+        """End the recording if it still runs, and gather the recordings; rank 0 writes the file. Collective."""
         if not self._ended:
             self._finish(trainer.progress.step)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Send `summary_line` to all observers as a note, which the console prints; do nothing if it is None."""
+        """Send `summary_line` as a note to all observers (the console prints it). Does nothing if it is None."""
         if self.summary_line is not None:
             trainer.send_note(self.summary_line)
 
@@ -141,9 +148,9 @@ def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int
 
 
 def describe_trace(path: Path, steps: tuple[int, int], fractions: Sequence[TimeFractions]) -> str:
-    """Return the line that names the trace's file and the time fractions of the first eight ranks.
+    """Return the line to print about a trace: the file, and the time fractions of the first eight ranks.
 
-    steps: first and last recorded step. fractions: the time fractions of every rank, in rank order.
+    path: the trace file. steps: first and last recorded step. fractions: of every rank, in rank order.
     """
     printed = []
     for rank, time in enumerate(fractions[:_PRINTED_RANKS]):

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from minidist.comm.meter import Record
 
 
-def traffic_matrix(by_rank: Sequence[Iterable[Record]]) -> list[list[int]]:
-    """Compute the matrix whose entry [i][j] is the number of bytes that rank i sent to rank j.
+def traffic_matrix(records_by_rank: Sequence[Iterable[Record]]) -> list[list[int]]:
+    """Return the matrix whose entry [i][j] is the number of bytes that rank i sent to rank j.
 
-    by_rank: the traffic meter's records of every rank, in rank order. Transfers (sends) are counted; collectives are
-    modelled by the algorithm that the meter names (`Record.algorithm`).
+    records_by_rank: for every rank, in rank order, the records of its `Meter`. Bytes of sends are counted; bytes of
+    collectives are modelled by the algorithm that the record names.
     """
-    records = [list(of_rank) for of_rank in by_rank]
+    records = [list(of_rank) for of_rank in records_by_rank]
     size = max([len(records), *(1 + max(record.ranks) for of_rank in records for record in of_rank)])
     matrix = [[0] * size for _ in range(size)]
     by_key = {(r.group_name, r.ranks, r.seq, r.name, rank): r for rank, of_rank in enumerate(records) for r in of_rank}

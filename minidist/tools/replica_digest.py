@@ -23,16 +23,13 @@ _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def compute_digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the digest of each tensor, from 0 to 2**64 - 1: a hash of its bits, equal on every device.
+    """Return a 64-bit digest of the bits of each tensor, as int from 0 to 2**64 - 1; equal on every device.
 
-    A tensor is read as words x_i of at most 32 bits. Word i of a chunk gives y_i = f(w_i x_i mod 2**64), with a
-    pseudo-random odd weight w_i and f(z) = z xor (z >> 32); the y_i of a chunk are summed modulo 2**64, the sums mixed
-    and summed again. Multiplication by an odd number, f and the mixing are bijections, so
-
-    * a change within one word, of one bit or of all, always changes the digest;
-    * changes of several words cancel with a probability of about 2**-64, for the sum is that of pseudo-random numbers.
-      So swapped elements are found, since each position has its own weight. Without f the high bits would be weak: two
-      flipped signs change w_i x_i by 2**31 w_i and 2**31 w_j, which cancel once in 2**33.
+    A tensor is read as chunks of words x_i of at most 32 bits. Each word gives y_i = f(w_i x_i mod 2**64), with a
+    pseudo-random odd weight w_i and f(z) = z xor (z >> 32). The y_i of each chunk are summed modulo 2**64; the sums are
+    mixed and summed again. A change within one word always changes the digest, because all these steps are bijections.
+    Changes of several words cancel with a probability of about 2**-64. Without f, two flipped signs would cancel with a
+    probability of 2**-33: a flipped sign changes w_i x_i by 2**31 w_i.
     """
     weights: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = defaultdict(list)
@@ -57,7 +54,7 @@ def compute_digests(tensors: Iterable[Tensor]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class ReplicatedTensor:
-    """A tensor of this rank, and the global ranks that must hold the same bits, ascending, this one included.
+    """A tensor that must have the same bits on the global ranks `ranks` (ascending, this rank included).
 
     name: kind and global name, as in a checkpoint: `optimizer.exp_avg/model.norm.weight`.
     """
@@ -69,29 +66,29 @@ class ReplicatedTensor:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A tensor that is not the same on all of its `replicas` (global ranks).
+    """A tensor that should be equal on the global ranks `replicas`, and is not.
 
-    wrong: the ranks that differ from the majority; all replicas if no value is held by more than half of them.
-    healthy: one rank of the majority; None if there is none.
+    name: as in `ReplicatedTensor`. wrong_ranks: those that differ from the majority; all replicas if no value is
+    held by more than half of them. healthy_rank: one rank of the majority; None if there is no majority.
     """
 
     name: str
     replicas: tuple[int, ...]
-    wrong: tuple[int, ...]
-    healthy: int | None
+    wrong_ranks: tuple[int, ...]
+    healthy_rank: int | None
 
 
 class ReplicaCheck:
-    """Compares the replicas of tensors over a group of all ranks, and copies from healthy to wrong ones.
+    """Compares the replicas of tensors, and overwrites replicas that differ from the majority.
 
-    last_equal_step: the step of the last check that found no difference; until then, the constructor's `step`.
+    group: all ranks. last_equal_step: the step of the last check that found no difference; at first, `step`.
     """
 
     def __init__(self, group: Group, step: int = 0):
         self._group, self.last_equal_step = group, step
 
     def find_differences(self, step: int, tensors: Iterable[ReplicatedTensor]) -> list[ReplicaDifference]:
-        """Collective: compare all tensors, and return those that differ, the same list on every rank.
+        """Collective: compare the replicas of all tensors; return those that differ, the same list on every rank.
 
         step: number of completed steps. tensors: the replicated tensors of this rank.
         """
@@ -110,20 +107,20 @@ class ReplicaCheck:
         return _compare(details)
 
     def repair(self, differences: Sequence[ReplicaDifference], tensors: Iterable[ReplicatedTensor]) -> None:
-        """Collective: overwrite every wrong replica by a healthy rank's. Each difference must have a healthy rank."""
+        """Collective: overwrite every wrong replica by a healthy one. `healthy_rank` must not be None."""
         own, rank = {entry.name: entry.tensor.detach() for entry in tensors}, self._group.world.rank
         for difference in differences:
-            for wrong in difference.wrong:
-                if rank not in (wrong, difference.healthy):
+            for wrong in difference.wrong_ranks:
+                if rank not in (wrong, difference.healthy_rank):
                     continue
                 # Bytes: not every backend sends every dtype. The peers' numbers in a group of all ranks are global.
                 tensor, device = own[difference.name], self._group.world.control_device
                 copy = tensor.to(device).contiguous().view(-1).view(torch.uint8)
-                if rank == difference.healthy:
+                if rank == difference.healthy_rank:
                     send(copy, wrong, self._group)
                 else:
                     copy = torch.empty_like(copy)
-                    recv(copy, difference.healthy, self._group)
+                    recv(copy, difference.healthy_rank, self._group)
                     tensor.copy_(copy.view(tensor.dtype).view(tensor.shape))
 
     def _gather(self, digests: dict[int, int]) -> list[list[int]]:
@@ -143,10 +140,10 @@ class ReplicaCheck:
 
 
 def format_differences(differences: Sequence[ReplicaDifference], limit: int = 4) -> str:
-    """Describe differences for a message: which ranks differ from the others, and in which tensors."""
+    """Return text for a message: which ranks differ, and in which tensors. limit: how many of each to list."""
     names: dict[tuple, list[str]] = defaultdict(list)
     for difference in differences:
-        names[difference.wrong, difference.replicas, difference.healthy].append(difference.name)
+        names[difference.wrong_ranks, difference.replicas, difference.healthy_rank].append(difference.name)
     parts = []
     for (wrong, replicas, healthy), of_ranks in names.items():
         others = f"the other replicas ({format_ranks(set(replicas) - set(wrong))})"

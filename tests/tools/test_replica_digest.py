@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from minidist.comm import World, bind
 from minidist.config import CheckpointConfig, FaultConfig, MeshConfig, OptimConfig, ZeroConfig
 from minidist.errors import RunError, UserError
-from minidist.fault.digest import ReplicaCheck, ReplicatedTensor, compute_digests
 from minidist.mesh import Mesh
-from minidist.tools.chaos.injector import flip_bit
+from minidist.tools.chaos.injector import flip_bit_of_first_element
 from minidist.tools.config_warnings import validate_options
+from minidist.tools.replica_check import ReplicaCheckObserver, replicated_tensors
+from minidist.tools.replica_digest import ReplicaCheck, ReplicatedTensor, compute_digests
 from minidist.train.observer import Observer
-from minidist.train.replicas import replicated_tensors
 from minidist.train.trainer import Trainer
 from minidist.validation import validate
 from tests.helpers.small_run import Stop, small_config, train_small, with_changes, write_text
@@ -88,7 +88,7 @@ def test_equal_bits_have_equal_digests_whatever_the_strides_and_nan_and_zeros_co
 
 
 def test_chunks_of_a_large_tensor_cannot_be_swapped_and_an_empty_tensor_has_a_digest(monkeypatch):
-    monkeypatch.setattr("minidist.fault.digest.CHUNK", 16)
+    monkeypatch.setattr("minidist.tools.replica_digest.CHUNK", 16)
     tensor = torch.arange(50, dtype=torch.float32)
     swapped = torch.cat([tensor[16:32], tensor[:16], tensor[32:]])
     assert len({digest(tensor), digest(swapped), digest(flip(tensor, 8 * 4 * 49)), digest(tensor[:0])}) == 4
@@ -113,17 +113,17 @@ def differences_on_rank(world, sets, flips):
     for rank, name in flips:
         for entry in mine if rank == world.rank else ():
             if entry.name == name:
-                flip_bit(entry.tensor, bit=rank)
+                flip_bit_of_first_element(entry.tensor, bit_from_highest=rank)
     check = ReplicaCheck(groups["control"], step=3)
     found = check.find_differences(7, mine)
     last = check.last_equal_step
-    if found and all(difference.healthy is not None for difference in found):
+    if found and all(difference.healthy_rank is not None for difference in found):
         check.repair(found, mine)
         assert check.find_differences(8, mine) == [] and check.last_equal_step == 8
         assert all(
             torch.equal(entry.tensor, torch.arange(5.0) + int(entry.name[1])) for entry in mine if len(entry.ranks) > 1
         )
-    return [(d.name, d.replicas, d.wrong, d.healthy) for d in found], last
+    return [(d.name, d.replicas, d.wrong_ranks, d.healthy_rank) for d in found], last
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ class Flip(Observer):
             largest = max(state, key=lambda entry: entry.tensor.numel())
             self.name = largest.name
             if trainer.world.rank == self.rank:
-                flip_bit(largest.tensor, bit=12)  # of the mantissa
+                flip_bit_of_first_element(largest.tensor, bit_from_highest=12)  # of the mantissa
 
     def on_note(self, line):
         self.notes.append(line)
@@ -208,7 +208,7 @@ def train_with_a_flip(world, config, kind, wrong, step):
     """Train with that flip; return the tensor's name, the notes, the error, and the replicas and digests at the end."""
     torch.set_num_threads(1)
     flip, error = Flip(kind, wrong, step), None
-    with contextlib.closing(Trainer(world, config, [flip])) as trainer:
+    with contextlib.closing(Trainer(world, config, [flip, ReplicaCheckObserver()])) as trainer:
         try:
             trainer.run(Stop())
         except RunError as failure:

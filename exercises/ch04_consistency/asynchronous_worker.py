@@ -1,0 +1,31 @@
+"""An asynchronous worker.
+
+An asynchronous worker waits for no other worker: it pulls the parameters, computes a gradient, and pushes it. Write
+it as a generator, so that the same code runs on live ranks and on a virtual clock: it yields requests, and whoever
+runs it sends it the answers.
+
+`parameters = yield Pull()` requests the parameters and gets a copy of them; `yield Push(gradient)` requests an
+update, and gets None when it is made. Example: with compute_gradient(parameters, step) = 10 * parameters + step and
+two steps,
+    Pull()  answered by [1.0]  ->  Push([10.0])  answered by None  ->  Pull()  answered by [4.0]  ->  Push([41.0])
+and then the generator ends.
+
+Checked: the requests in their order, with other parameters at every pull; that each gradient is computed once, after
+its pull and before its push, with the number of its step; and that neither pulled parameters nor pushed gradients
+change.
+
+You may call:
+    Pull(), Push(gradient)   the requests
+    compute_gradient(parameters, step) -> gradient   step: from 0
+
+Check it with: python -m exercises check asynchronous_worker
+
+Stub d7516039.
+"""
+
+from minidist.consistency.simple import ComputeGradient, Pull, Push, Worker
+
+
+def asynchronous_worker(compute_gradient: ComputeGradient, num_steps: int) -> Worker:
+    """Yield, `num_steps` times, a Pull and then a Push of a gradient; the caller sends in the `Server`'s answers."""
+    raise NotImplementedError("pull, compute and push, num_steps times")

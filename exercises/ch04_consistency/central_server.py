@@ -1,0 +1,51 @@
+"""A central server, and a server per shard.
+
+Write one training step with a central server: the workers send it their gradients, it updates the parameters, and
+sends them back. Then give every rank a shard of the parameters to serve, so that no link carries more than another.
+
+parameters, gradient: flat tensors of equal shape. update(parameters, gradient) changes the parameters in place; it is
+the optimizer, and it has states. Ranks are numbers in `group`: group.rank is this rank's, group.size how many there
+are. Example: 3 ranks, gradients [1, 2], [3, 4] and [5, 6], server 0. Rank 0 calls update(parameters, [9, 12]) once,
+and sends the new parameters to ranks 1 and 2. With 7 elements on 3 ranks, sharded_step has the shards 0 to 2, 3 and
+4, 5 and 6, of ranks 0, 1 and 2; with 2 elements on 4 ranks, those of ranks 2 and 3 are empty.
+
+Checked: parameters after two steps of an optimizer with momentum, on 1 to 4 ranks, whichever rank is the server, also
+for sizes that do not divide; which ranks call update, and with what; every message, its size and its peer; and that
+this rank's gradient has not changed.
+
+You may call:
+    send(tensor, to_rank, group), recv(tensor, from_rank, group)   wait for each other; recv fills the tensor
+    P2POp("send" or "recv", tensor, rank), batch_send_recv(list of P2POp, group)   all at once, in any order
+    Tensor.tensor_split(n) -> n views; the first ones are longer by 1 if n does not divide the size
+    Tensor.clone(), torch.empty_like(tensor)
+
+Check it with: python -m exercises check central_server
+
+Stub 27881346.
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, P2POp, batch_send_recv, recv, send
+from minidist.consistency.simple import Update
+
+
+def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group) -> None:
+    """Collective: sum each shard of the gradients on its server, update it there, and send it to all ranks.
+
+    parameters, gradient: flat tensors; equal parameters on all ranks. Rank r is the server of shard r: both tensors are
+    divided into consecutive shards, of which the first `numel % group.size` have one element more than the others.
+    gradient: w_i * grad L of this rank. update: called once on every rank, with its shards of the parameters and of the
+    summed gradient.
+    """
+    raise NotImplementedError("every rank is the server of its own shard")
+
+
+def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
+    """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
+
+    gradient: this rank's, times its weight w_i. update: called on the server only, which alone needs optimizer states.
+    `parameters` is overwritten on all ranks.
+    """
+    raise NotImplementedError("gradients to the server, update there, parameters to all ranks")

@@ -1,0 +1,45 @@
+"""The outer step of DiLoCo.
+
+DiLoCo does not simply replace the parameters by the mean of the replicas: it takes the averaged difference of a round
+as a gradient, and makes a step of SGD with Nesterov momentum with it. Write this outer optimizer.
+
+parameters: one flat tensor, equal on all ranks at the start; the inner steps change it in place, differently on each
+rank. With theta the parameters after the last outer step, theta_i those of replica i now, and g = sum_i w_i (theta -
+theta_i) / sum_i w_i:
+    v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
+and then all replicas continue from theta. Example: theta = 10, lr 0.5, momentum 0.5; two replicas of weight 1 come to
+6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then come to 7 and 6.5: g = 1, v = 2.5, theta =
+6.625.
+
+Checked: four rounds beside a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0, which
+is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a
+replica of weight 0 that is NaN; and that a round all-reduces the difference once.
+
+You may call:
+    merge_replicas(tensor, weight, group)   overwrites any tensor on all ranks by its weighted mean
+    Tensor.clone(), torch.zeros_like(tensor), Tensor.mul_(number), Tensor.add_(tensor), Tensor.copy_(tensor)
+
+Check it with: python -m exercises check outer_step
+
+Stub 7b415925.
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group
+from minidist.consistency.simple import merge_replicas
+
+
+class OuterStep:
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged difference of H inner steps.
+
+    parameters: the initial ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
+    """
+
+    def __init__(self, parameters: Tensor, lr: float = 0.7, momentum: float = 0.9):
+        raise NotImplementedError("note the parameters, a velocity of zeros, and the two numbers")
+
+    def step(self, parameters: Tensor, weight: float, group: Group) -> None:
+        """Collective: overwrite `parameters`, the result of this rank's inner steps, by the outer step's result."""
+        raise NotImplementedError("merge the differences, and make a Nesterov step with the mean")

@@ -1,0 +1,110 @@
+"""Tests of asynchronous_worker: a test answers its requests by hand, with other parameters at every pull."""
+
+import inspect
+
+import torch
+
+from exercises.testing import Wrong, expect, show, test
+from minidist.consistency.simple import Pull, Push
+
+
+class Gradients:
+    """Computes 10 * parameters + step, and records what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, parameters, step):
+        self.calls.append((parameters.tolist(), step))
+        return 10 * parameters + step
+
+
+def start(answer, gradients, num_steps):
+    worker = answer.asynchronous_worker(gradients, num_steps)
+    if not inspect.isgenerator(worker):
+        raise Wrong("type", "asynchronous_worker must be a generator: it yields its requests", got=show(worker))
+    return worker
+
+
+def serve(worker, answers):
+    """Answer all requests of a worker: each pull by the next of `answers`. Returns the requests."""
+    requests, pulls, answer = [], iter(answers), None
+    for _ in range(100):
+        try:
+            request = worker.send(answer)
+        except StopIteration:
+            return requests
+        if isinstance(request, Pull):
+            answer = next(pulls, torch.full((2,), -1.0)).clone()
+            requests.append("Pull()")
+        elif isinstance(request, Push):
+            answer = None
+            requests.append(["Push", request.gradient.tolist()])
+        else:
+            raise Wrong("type", "the worker must yield Pull() or Push(gradient)", "a Pull or a Push", show(request))
+    return [*requests, "and so on, without end"]
+
+
+def values(number):
+    return torch.tensor([1.0 + number, -2.0 * number])
+
+
+def expected(num_steps):
+    requests = []
+    for step in range(num_steps):
+        requests += ["Pull()", ["Push", (10 * values(step) + step).tolist()]]
+    return requests
+
+
+@test(points=3)
+def pulls_and_pushes_in_turn(answer):
+    """In every step the worker pulls, computes with the parameters that it has just pulled, and pushes the gradient."""
+    for num_steps in (1, 2, 5):
+        requests = serve(start(answer, Gradients(), num_steps), map(values, range(num_steps)))
+        expect("the requests", requests, expected(num_steps), case=f"asynchronous_worker(compute, {num_steps})")
+
+
+@test(points=1)
+def no_steps(answer):
+    """With no step to take, the worker makes no request."""
+    expect("the requests", serve(start(answer, Gradients(), 0), []), [], case="asynchronous_worker(compute, 0)")
+
+
+@test(points=2)
+def computes_once_per_step(answer):
+    """`compute_gradient` is called once per step, with the number of the step, from 0."""
+    gradients = Gradients()
+    serve(start(answer, gradients, 4), map(values, range(4)))
+    expect("calls: (parameters, step)", gradients.calls, [(values(n).tolist(), n) for n in range(4)])
+
+
+@test(points=2)
+def computes_between_pull_and_push(answer):
+    """A gradient is computed after its pull was answered, and not before: other workers push meanwhile."""
+    gradients = Gradients()
+    worker = start(answer, gradients, 3)
+    request, counts = next(worker), []
+    for step in range(3):
+        expect("a request", type(request).__name__, "Pull", case=f"step {step}")
+        counts.append(len(gradients.calls))
+        push = worker.send(values(step))
+        counts.append(len(gradients.calls))
+        request = worker.send(None) if step < 2 else push
+    expect("gradients computed before and after each pull", counts, [0, 1, 1, 2, 2, 3])
+
+
+@test(points=2)
+def pulled_parameters_stay_as_they_are(answer):
+    """The worker changes neither the parameters that it was sent nor a gradient that it has pushed."""
+    worker, pushed = start(answer, lambda parameters, step: parameters * (step + 2), 3), []
+    request = next(worker)
+    for step in range(3):
+        mine = values(step)
+        pushed.append(worker.send(mine).gradient)
+        try:
+            request = worker.send(None)
+        except StopIteration:
+            request = None
+        expect("the pulled parameters afterwards", mine, values(step), case=f"step {step}")
+    expect("whether the worker has ended", request, None)
+    expect("the pushed gradients afterwards", pushed, [values(step) * (step + 2) for step in range(3)])

@@ -1,0 +1,137 @@
+"""Tests of outer_step: Nesterov's formula for the averaged differences of all rounds, in one process and float64."""
+
+import math
+
+import torch
+
+from exercises.testing import expect, test
+from minidist.comm import all_gather_object
+
+NUMEL, ROUNDS = 6, 4
+SETTINGS = ((1.0, 0.0), (0.7, 0.9), (0.5, 0.3))
+
+
+def first():
+    return torch.linspace(-1, 1, NUMEL, dtype=torch.float64)
+
+
+def inner_steps(parameters, rank, number):
+    """What the inner optimizer of a replica does in a round, in place."""
+    parameters *= 1 - 0.1 / (rank + 1)
+    parameters += 0.05 * (number + 1) * torch.arange(NUMEL) - 0.1 * rank
+
+
+def weight_of(rank):
+    return 1.0 + rank
+
+
+def one_process(size, lr, momentum, rounds=ROUNDS, weights=None):
+    """The parameters after every round: Nesterov momentum as a sum over all earlier rounds' differences."""
+    weights = weights or [weight_of(rank) for rank in range(size)]
+    theta, differences, seen = first(), [], []
+    for number in range(rounds):
+        mean = torch.zeros(NUMEL, dtype=torch.float64)
+        for rank, weight in enumerate(weights):
+            replica = theta.clone()
+            inner_steps(replica, rank, number)
+            mean += weight / sum(weights) * replica
+        differences.append(theta - mean)
+        velocity = sum(momentum ** (number - i) * difference for i, difference in enumerate(differences))
+        theta = theta - lr * (differences[-1] + momentum * velocity)
+        seen.append(theta)
+    return seen
+
+
+def run(answer, world, network, lr, momentum, weights=None, rounds=ROUNDS):
+    """(parameters after every round) of this rank, and its OuterStep."""
+    parameters, seen = first(), []
+    outer = answer.OuterStep(parameters, lr, momentum)
+    weights = weights or [weight_of(rank) for rank in range(world.size)]
+    for number in range(rounds):
+        inner_steps(parameters, world.rank, number)
+        outer.step(parameters, weights[world.rank], network.group)
+        seen.append(parameters.clone())
+    return seen, outer
+
+
+@test(points=4, ranks=(1, 2, 3))
+def nesterov_on_the_averaged_difference(answer, world, network):
+    """Every round ends with the parameters of SGD with Nesterov momentum on the averaged difference."""
+    for lr, momentum in SETTINGS:
+        got, _ = run(answer, world, network, lr, momentum)
+        expected = one_process(world.size, lr, momentum)
+        for number in range(ROUNDS):
+            case = f"round {number + 1}, lr {lr}, momentum {momentum}"
+            expect("the parameters", got[number], expected[number], case=case, tolerance=1e-12)
+
+
+@test(points=2, ranks=(3,))
+def rate_1_without_momentum_is_averaging(answer, world, network):
+    """With lr 1 and momentum 0 a round ends with the weighted mean of the replicas."""
+    got, _ = run(answer, world, network, 1.0, 0.0, rounds=1)
+    replicas = [first() for _ in range(world.size)]
+    for rank, replica in enumerate(replicas):
+        inner_steps(replica, rank, 0)
+    mean = sum(weight_of(rank) * replica for rank, replica in enumerate(replicas)) / 6
+    expect("the parameters", got[0], mean, tolerance=1e-12)
+
+
+@test(points=2, ranks=(2,))
+def defaults_are_those_of_the_paper(answer, world, network):
+    """OuterStep(parameters) has lr 0.7 and momentum 0.9."""
+    parameters = first()
+    outer = answer.OuterStep(parameters)
+    for number in range(2):
+        inner_steps(parameters, world.rank, number)
+        outer.step(parameters, weight_of(world.rank), network.group)
+    expect("the parameters after two rounds", parameters, one_process(2, 0.7, 0.9)[1], tolerance=1e-12)
+
+
+@test(points=3, ranks=(2, 3))
+def states_are_equal_on_all_ranks(answer, world, network):
+    """After each round `start` equals the parameters, and `start` and `velocity` are equal on all ranks."""
+    parameters = first()
+    outer = answer.OuterStep(parameters, 0.7, 0.9)
+    expect("velocity before the first round", outer.velocity, [0.0] * NUMEL)
+    for number in range(2):
+        inner_steps(parameters, world.rank, number)
+        outer.step(parameters, weight_of(world.rank), network.group)
+        expect("start, beside the parameters", outer.start, parameters, case=f"after round {number + 1}")
+        every = all_gather_object((outer.start.tolist(), outer.velocity.tolist()), network.group)
+        expect(
+            "start and velocity of this rank, beside rank 0's",
+            every[world.rank],
+            every[0],
+            case=f"after round {number + 1}",
+        )
+    parameters += 1
+    changed = [bool((outer.start == parameters).any()), bool((outer.velocity == parameters).any())]
+    expect("whether later inner steps change start or velocity", changed, [False, False])
+
+
+@test(points=2, ranks=(2, 3))
+def replica_of_weight_0(answer, world, network):
+    """A replica of weight 0 does not count, even if it is NaN, and continues with the result."""
+    weights = [2.0] * (world.size - 1) + [0.0]
+    parameters = first()
+    outer = answer.OuterStep(parameters, 0.7, 0.9)
+    for number in range(2):
+        inner_steps(parameters, world.rank, number)
+        if weights[world.rank] == 0:
+            parameters.fill_(math.nan)
+        outer.step(parameters, weights[world.rank], network.group)
+    expected = one_process(world.size, 0.7, 0.9, 2, weights)[1]
+    expect("the parameters after two rounds", parameters, expected, case=f"weights {weights}", tolerance=1e-12)
+
+
+@test(points=3, ranks=(2,))
+def sends_the_difference_once(answer, world, network):
+    """A round all-reduces as many elements as there are parameters, once; velocities are not sent."""
+    parameters = torch.zeros(1000)
+    outer = answer.OuterStep(parameters, 0.7, 0.9)
+    for _ in range(2):
+        parameters += world.rank + 1
+        before = len(network.records)
+        outer.step(parameters, 1.0, network.group)
+        large = [(r.name, r.payload_bytes) for r in network.records[before:] if r.payload_bytes > 64]
+        expect("messages of more than 64 bytes", large, [("all_reduce", 4000)])

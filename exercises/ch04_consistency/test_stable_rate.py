@@ -1,0 +1,73 @@
+"""Tests of stable_rate: the roots of the recursion's polynomial, by numpy."""
+
+import numpy as np
+
+from exercises.testing import Wrong, expect, show, test
+
+
+def largest_root(rate, delay):
+    """The largest |z| with z^(delay + 1) - z^delay + rate = 0: above 1 the recursion grows."""
+    coefficients = [1.0, -1.0, *[0.0] * (delay - 1), rate] if delay else [1.0, rate - 1.0]
+    return max(abs(np.roots(coefficients)))
+
+
+def boundary(delay):
+    """The rate at which the largest root is 1, by bisection."""
+    low, high = 0.0, 4.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if largest_root(middle, delay) > 1 + 1e-12 else (middle, high)
+    return low
+
+
+def diverges(answer, lr, delay, *more):
+    result = answer.diverges_with_delay(lr, delay, *more)
+    if not isinstance(result, bool):
+        raise Wrong("type", "diverges_with_delay must return a bool", "True or False", show(result))
+    return result
+
+
+@test(points=3)
+def largest_rate_is_that_of_the_roots(answer):
+    """At the largest stable rate the largest root of the recursion lies on the unit circle."""
+    for delay in (0, 1, 2, 3, 7, 12):
+        rate = answer.max_stable_learning_rate(delay)
+        expect("the largest stable rate", rate, boundary(delay), tolerance=1e-6, case=f"delay {delay}, curvature 1")
+
+
+@test(points=1)
+def rate_falls_with_the_curvature(answer):
+    """The largest stable rate is inversely proportional to the curvature."""
+    for curvature in (0.01, 2.5, 1000.0):
+        rate = answer.max_stable_learning_rate(3, curvature)
+        expected = boundary(3) / curvature
+        expect("the largest stable rate", rate, expected, tolerance=1e-6 / curvature, case=f"delay 3, {curvature=}")
+
+
+@test(points=4)
+def tells_both_sides_of_the_boundary(answer):
+    """2 % above the largest stable rate the parameter grows, 2 % below it falls."""
+    for delay in range(10):
+        for factor, expected in ((0.98, False), (1.02, True)):
+            grows = diverges(answer, factor * boundary(delay), delay)
+            expect(
+                "whether it diverges", grows, expected, case=f"delay {delay}, {factor} times the largest stable rate"
+            )
+
+
+@test(points=2)
+def experiment_uses_the_curvature(answer):
+    """The gradient is curvature * theta: rate times curvature decides."""
+    for curvature in (0.1, 40.0):
+        for factor, expected in ((0.95, False), (1.05, True)):
+            grows = diverges(answer, factor * boundary(2) / curvature, 2, curvature)
+            case = f"delay 2, {curvature=}, {factor} times the largest stable rate"
+            expect("whether it diverges", grows, expected, case=case)
+
+
+@test(points=2)
+def overflow_is_divergence(answer):
+    """A parameter that becomes infinite or NaN has diverged; with a very small rate nothing grows."""
+    for delay in (0, 3):
+        expect("whether it diverges", diverges(answer, 1e6, delay), True, case=f"delay {delay}, rate 1e6")
+        expect("whether it diverges", diverges(answer, 1e-3, delay), False, case=f"delay {delay}, rate 0.001")

@@ -1,0 +1,199 @@
+"""Tests of staleness_bound: workers that push a 1 into their own element, so that the parameters count all pushes."""
+
+import random
+
+import torch
+
+from exercises.testing import Wrong, expect, show, test
+from minidist.consistency.simple import Pull, Push, asynchronous_worker
+from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
+
+UNEVEN = Durations(compute_s=[1.0, 0.1, 0.5, 2.0], transfer_s=[0.2, 5.0, 0.01, 0.3], spread=0.9, seed=3)
+
+
+def add(parameters, gradient):
+    parameters += gradient
+
+
+def own_element(worker, workers):
+    return torch.eye(workers, dtype=torch.float64)[worker]
+
+
+def make_server(answer, workers, bound=None):
+    return answer.Server(torch.zeros(workers, dtype=torch.float64), add, workers, bound)
+
+
+def handle(server, worker, request):
+    answers = server.handle(worker, request)
+    if not isinstance(answers, list):
+        raise Wrong("type", "handle must return a list of (worker, answer)", "a list", show(answers))
+    return answers
+
+
+def names(answers):
+    """[(worker, "parameters" or None)] of what `handle` returned."""
+    return [(worker, None if answer is None else "parameters") for worker, answer in answers]
+
+
+def run(answer, bound, durations=UNEVEN, steps=12, workers=4):
+    """All workers to their end; returns the server, the timeline, and (worker, step, parameters) of every gradient."""
+    server, seen = make_server(answer, workers, bound), []
+
+    def compute_of(worker):
+        def compute(parameters, step):
+            seen.append((worker, step, parameters.tolist()))
+            return own_element(worker, workers)
+
+        return compute
+
+    made = [asynchronous_worker(compute_of(worker), steps) for worker in range(workers)]
+    return server, run_on_virtual_clock(server, made, durations), seen
+
+
+@test(points=3)
+def pull_and_push_without_a_bound(answer):
+    """Without a bound every request is answered at once: a pull by a copy of the parameters, a push by None."""
+    server = make_server(answer, 2)
+    first = handle(server, 0, Pull())
+    expect("answers to a pull of worker 0", names(first), [(0, "parameters")])
+    for number in range(1, 4):
+        expect("answers to a push of worker 0", names(handle(server, 0, Push(own_element(0, 2)))), [(0, None)])
+        [(_, parameters)] = handle(server, 0, Pull())
+        expect("parameters of the next pull", parameters, [number, 0.0], case=f"worker 0 has pushed {number} times")
+    expect("the parameters of the first pull, afterwards", first[0][1], [0.0, 0.0])
+    expect("server.parameters", server.parameters, [3.0, 0.0])
+
+
+@test(points=3)
+def staleness_counts_the_updates_in_between(answer):
+    """staleness: for each update, the number of updates by others between its worker's pull and its push."""
+    server = make_server(answer, 3)
+    for worker in (0, 1, 2):
+        handle(server, worker, Pull())
+    for worker in (1, 0):
+        handle(server, worker, Push(own_element(worker, 3)))
+    handle(server, 1, Pull())
+    for worker in (1, 2):
+        handle(server, worker, Push(own_element(worker, 3)))
+    case = "workers 0, 1 and 2 pull, 1 and 0 push, 1 pulls, 1 and 2 push"
+    expect("server.staleness", server.staleness, [0, 1, 0, 3], case=case)
+
+
+@test(points=3)
+def bound_0_waits_for_all(answer):
+    """With bound 0 a pull waits for the pushes of all workers, and a push for the pulls of all workers."""
+    server = make_server(answer, 2, bound=0)
+    steps = [
+        (0, Pull(), [(0, "parameters")]),
+        (0, Push(own_element(0, 2)), []),
+        (1, Pull(), [(1, "parameters"), (0, None)]),
+        (0, Pull(), []),
+        (1, Push(own_element(1, 2)), [(1, None), (0, "parameters")]),
+    ]
+    case = "bound 0:"
+    for worker, request, expected in steps:
+        case += f" {type(request).__name__.lower()} of {worker},"
+        expect("due answers after the last request", names(handle(server, worker, request)), expected, case=case[:-1])
+
+
+def random_order(server, seed=5):
+    """Sixty requests of three workers in a random order; yields (number, worker, request, due answers)."""
+    draw, free, wants = random.Random(seed), {0, 1, 2}, [Pull(), Pull(), Pull()]
+    for number in range(60):
+        if not free:
+            return
+        worker = draw.choice(sorted(free))
+        free.remove(worker)
+        request, answers = wants[worker], handle(server, worker, wants[worker])
+        for other, answer in answers:
+            free.add(other)
+            wants[other] = Pull() if answer is None else Push(own_element(other, 3))
+        yield number, worker, request, answers
+
+
+def check_pull(worker, number, parameters, bound, how):
+    """Fail unless pull `number` of a worker sees what the bound promises."""
+    for other, pushes in enumerate(parameters):
+        if not number - bound <= pushes <= number + bound:
+            limits = f"{max(0, number - bound)} to {number + bound}"
+            case = f"bound {bound}, {how}: pull number {number} of worker {worker}"
+            raise Wrong("wrong", f"pushes of worker {other} that it sees", limits, f"{pushes:g}", case)
+
+
+@test(points=4)
+def no_pull_sees_too_little_or_too_much(answer):
+    """Pull number c sees all pushes of each worker before c - bound, and none from c + bound on."""
+    for bound in (0, 1, 2, 3):
+        pulls = [0, 0, 0]
+        for _, _, _, answers in random_order(make_server(answer, 3, bound)):
+            for worker, parameters in answers:
+                if parameters is not None:
+                    check_pull(worker, pulls[worker], parameters.tolist(), bound, "requests in a random order")
+                    pulls[worker] += 1
+        server, _, seen = run(answer, bound)
+        for worker, step, parameters in seen:
+            check_pull(worker, step, parameters, bound, "on the virtual clock")
+        expect("pushes of each worker at the end", server.parameters, [12.0] * 4, case=f"bound {bound}")
+
+
+@test(points=3)
+def waits_no_longer_than_necessary(answer):
+    """A request is answered as soon as the bound allows; without a bound no worker ever waits."""
+    for bound in (0, 1, 2, None):
+        pulls, pushes, waiting = [0] * 3, [0] * 3, {}
+        for number, worker, request, answers in random_order(make_server(answer, 3, bound)):
+            waiting[worker], expected = request, []
+            while due := [each for each in waiting if is_due(each, waiting[each], pulls, pushes, bound)]:
+                is_pull = isinstance(waiting.pop(due[0]), Pull)
+                (pulls if is_pull else pushes)[due[0]] += 1
+                expected.append((due[0], "parameters" if is_pull else None))
+            case = f"bound {bound}, request {number + 1} of a random order: {type(request).__name__} of {worker}"
+            expect("due answers, in the order of arrival", names(answers), expected, case=case)
+
+
+def is_due(worker, request, pulls, pushes, bound):
+    """The rule, as counts: nothing that this answer must see is missing, and nobody must still not see this push."""
+    if bound is None:
+        return True
+    if isinstance(request, Pull):
+        return all(count >= pushes[worker] - bound for count in pushes)
+    return all(count > pushes[worker] - bound for count in pulls)
+
+
+@test(points=2)
+def bound_is_reached(answer):
+    """A larger bound lets workers be further apart, and wait less."""
+    waits = []
+    for bound in (0, 1, 3, None):
+        _, timeline, seen = run(answer, bound)
+        if bound is not None:
+            ahead = max(max(parameters) - step for _, step, parameters in seen)
+            expect(
+                "clocks by which a pull is behind the fastest worker, at most",
+                ahead,
+                float(bound),
+                case=f"bound {bound}",
+            )
+        waits.append(sum(timeline.waited_s))
+    expect("whether a larger bound waits less", waits == sorted(waits, reverse=True), True)
+    expect("seconds waited without a bound", waits[-1], 0.0)
+
+
+@test(points=3)
+def others_go_on_when_a_worker_leaves(answer):
+    """A worker that leaves (request None) is waited for no more, and those that have waited for it are answered."""
+    server = make_server(answer, 3, bound=0)
+    for worker in (0, 1, 2):
+        handle(server, worker, Pull())
+    for worker in (0, 1):
+        handle(server, worker, Push(own_element(worker, 3)))
+    expect(
+        "answers to the next pulls of workers 0 and 1", names(handle(server, 0, Pull()) + handle(server, 1, Pull())), []
+    )
+    due = names(handle(server, 2, None))
+    expect("due answers when worker 2 leaves", due, [(0, "parameters"), (1, "parameters")])
+    for bound in (0, 1, None):
+        durations = Durations([1.0, 1.0, 4.0], [0.0] * 3, leave_s={2: 9.0})
+        server, _, _ = run(answer, bound, durations, steps=8, workers=3)
+        case = f"bound {bound}: worker 2 leaves after two of eight steps"
+        expect("pushes of each worker", server.parameters, [8.0, 8.0, 2.0], case=case)

@@ -1,0 +1,193 @@
+"""Asynchronous workers inside the trainer: every rank pulls parameters, computes its gradient and pushes it.
+
+One rank is the server of `simple.Server`: it alone has masters and optimizer states, and updates them after every push.
+It is a worker as well. For each other worker it has a thread, which receives that worker's gradients and sends it
+parameters: so the server answers while its rank computes, and waits for one worker without delaying another. There is
+one server, not one per shard, so that a gradient belongs to one version of all parameters.
+
+Ranks wait for each other only because of the staleness bound, and in a pause: after the steps in which the trainer
+evaluates or saves, and after the last one, all gradients have been pushed and all ranks get the server's parameters. A
+request to stop leads to a pause after the step of the fastest worker. Rank status does not see these transfers: a
+worker that waits for the server counts as computing, because a thread of the server's rank may be about to answer.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
+from minidist.comm.status import OperationTracker
+from minidist.config import Config
+from minidist.consistency.simple import Pull, Push, Server
+from minidist.errors import UserError
+from minidist.parallel.data.reducer import NaiveReducer
+from minidist.parameters import ParamSpecs
+
+
+class AsynchronousReducer(NaiveReducer):
+    """Gradient reducer of an asynchronous worker; on one rank, the server's, it also runs the server.
+
+    parameters, specs: as in `GradientReducer`. groups: "grads" must have this rank alone, "outer" all ranks. num_steps:
+    the number of steps of each worker. server: the `Server`; None on the other ranks. run_optimizer: set by the engine;
+    updates the masters by their `.grad`. Its argument is the number of earlier updates divided by the number of
+    workers, rounded down.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Groups, config: Config):
+        super().__init__(parameters, specs, [groups["grads"]])
+        how, group, meter = config.consistency, groups["outer"], groups.meter
+        if groups.world.backend == "nccl":
+            raise UserError(f"consistency.mode {how.mode} transfers in threads: give --comm.backend shm or gloo.")
+        self._group, self._root, self.num_steps = group, how.server, config.train.steps
+        self._pause_every = [every for every in (config.train.eval_every, config.checkpoint.every) if every]
+        self._launching, self._changed = threading.Lock(), threading.Condition()
+        self._answers: dict[int, Tensor | None] = {}
+        self._threads: list[threading.Thread] = []
+        self._error: Exception | None = None
+        self._end = self._furthest = self._earlier_updates = 0
+        self.run_optimizer: Callable[[int], None] = lambda step: None
+        # A message: parameters or a gradient, then flags: whether each parameter has a gradient, and whether to stop.
+        values = [parameter.detach().reshape(-1) for parameter in self._parameters.values()]
+        self._sizes = [*(part.numel() for part in values), len(values) + 1]
+        flat = torch.cat([*values, values[0].new_zeros(len(values) + 1)])
+        self._empty, self._device = torch.zeros_like(flat, device="cpu"), flat.device
+        self.masters, self.server = {}, None
+        if group.rank == how.server:
+            self.masters = dict(zip(self._parameters, self._split(flat), strict=True))
+            self.server = Server(flat, self._update, group.size, how.staleness_bound if how.mode == "stale" else None)
+            meter = Meter(keep=False, operations=meter.operations, wire_bytes=meter.wire_bytes)  # without the waits
+        self.master_specs = {name: specs[name] for name in self.masters}
+        self._transfers = replace(group, meter=meter, world=replace(group.world, status=OperationTracker()))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return dict(self.masters)
+
+    def updated_names(self, group: None) -> list[str]:
+        return [name for name, master in self.masters.items() if master.grad is not None]
+
+    @torch.no_grad()
+    def after_load(self) -> None:
+        """Collective: overwrite the parameters of all ranks by the server's."""
+        flat = self._empty.to(self._device) if self.server is None else self.server.parameters
+        broadcast(flat, self._root, self._group)
+        self._copy_to_model(flat)
+
+    # -- the worker ---------------------------------------------------------------------------------------------------
+
+    def exchange(self, step: int, share: float, stop_requested: bool, checkpoint_written: bool) -> tuple[bool, bool]:
+        """Push this worker's gradient; then pull the parameters of its next step or, if due, pause with all ranks.
+
+        step: the number of the step, from 0. share: the factor of the gradient, this worker's fraction of the weighted
+        tokens of the global batch; 0: no update. stop_requested, checkpoint_written: of this rank.
+        Returns (stop_requested, checkpoint_written), both False unless there was a pause: whether any rank was asked to
+        stop, and whether all ranks have written their files.
+        """
+        message, parameters = self._empty.clone(), None
+        flags = message[-self._sizes[-1] :]
+        flags[-1] = stop_requested
+        for i, (parameter, part) in enumerate(zip(self._parameters.values(), self._split(message), strict=True)):
+            if share and parameter.grad is not None:
+                flags[i] = 1
+                part.copy_(parameter.grad * share)
+        if self.server is not None:
+            parameters = self._push_and_pull(self._root, message, step + 1)
+        else:
+            self._transfer(send, message, self._root)
+            if step + 1 < self._next_pause(step):
+                self._transfer(recv, message, self._root)
+                parameters = None if flags[-1] else message
+        if parameters is None:
+            return self._pause(stop_requested, checkpoint_written)
+        self._copy_to_model(parameters)
+        return False, False
+
+    def _pause(self, stop_requested: bool, checkpoint_written: bool) -> tuple[bool, bool]:
+        """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters."""
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        self.after_load()
+        flags = [float(stop_requested), float(not checkpoint_written)]
+        counts = torch.tensor(flags, device=self._group.world.control_device)
+        all_reduce(counts, self._group, async_op=True).wait(host=True)
+        return counts[0].item() > 0, counts[1].item() == 0
+
+    def _next_pause(self, step: int) -> int:
+        """Return the number of completed steps at the first pause after `step` completed steps."""
+        return min([self.num_steps, *(every * (step // every + 1) for every in self._pause_every)])
+
+    @torch.no_grad()
+    def _copy_to_model(self, flat: Tensor) -> None:
+        for parameter, part in zip(self._parameters.values(), self._split(flat), strict=True):
+            parameter.copy_(part)
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of a message without the flags, as views with the parameters' shapes."""
+        pairs = zip(flat.split(self._sizes)[:-1], self._parameters.values(), strict=True)
+        return [part.view(parameter.shape) for part, parameter in pairs]
+
+    def _transfer(self, operation: Callable, message: Tensor, peer: int) -> None:
+        with self._launching:  # counting in the meter is not thread-safe
+            handle = operation(message, peer, self._transfers, async_op=True)
+        handle.wait()
+
+    # -- the server ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """On the server's rank, start the server's threads after a pause. step: the number of completed steps."""
+        if self.server is None or step < self._end:
+            return
+        self._end, self._furthest, workers = self._next_pause(step), step + 1, range(self._group.size)
+        self._earlier_updates = step * len(workers) - len(self.server.staleness)
+        for worker in workers:
+            self.server.handle(worker, Pull())  # it got the parameters in the pause
+        others, end = [worker for worker in workers if worker != self._root], self._end
+        self._threads = [threading.Thread(target=self._serve, args=(each, step, end), daemon=True) for each in others]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, worker: int, step: int, end: int) -> None:
+        """In a thread: receive a worker's gradients and send it parameters until the pause after `end` steps."""
+        message, parameters = self._empty.clone(), self._empty
+        try:
+            while parameters is not None:
+                self._transfer(recv, message, worker)
+                step += 1
+                parameters = self._push_and_pull(worker, message, step)
+                if step < end:  # otherwise the worker expects the pause
+                    self._transfer(send, self._empty + 1 if parameters is None else parameters.cpu(), worker)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _push_and_pull(self, worker: int, message: Tensor, step: int) -> Tensor | None:
+        """Push a gradient; return the parameters of the worker's next step, None if it pauses after `step` steps."""
+        with self._changed:
+            if message[-1]:
+                self._end = self._furthest
+            self._request(worker, Push(message.to(self._device)))
+            if step >= self._end:
+                return None
+            self._furthest = max(self._furthest, step + 1)
+            return self._request(worker, Pull())
+
+    def _request(self, worker: int, request: Pull | Push) -> Tensor | None:
+        """Return the server's answer when it is due. The caller has locked `_changed`."""
+        self._answers.update(self.server.handle(worker, request))
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: worker in self._answers or self._error is not None)
+        if self._error is not None:
+            raise self._error
+        return self._answers.pop(worker)
+
+    def _update(self, _: Tensor, message: Tensor) -> None:
+        flags = message[-self._sizes[-1] :].tolist()
+        for master, part, used in zip(self.masters.values(), self._split(message), flags[:-1], strict=True):
+            master.grad = part if used else None
+        if any(flags[:-1]):
+            self.run_optimizer((self._earlier_updates + len(self.server.staleness)) // self._group.size)

@@ -33,6 +33,9 @@ class CentralReducer(NaiveReducer):
         if group.rank != server:
             self.masters = {}
 
+    def gradients(self) -> dict[str, Tensor | None]:
+        return super().gradients() if self.masters else {}
+
     def finish_reductions(self) -> None:
         """Collective: sum all gradients on the server and set `.grad` there; None for a parameter that no rank used."""
         used = [float(name in self._sums) for name in self._parameters]

@@ -212,6 +212,10 @@ def _option_help(option: _Option, default: Any, width: int) -> list[str]:
         text += f" (default: {_text(default)})"
     indent = " " * min(_COLUMN, width // 3)
     body = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+    if len(head) > width:  # many choices
+        cut = head.rindex(",", 0, width) + 1
+        body.insert(0, indent + head[cut:])
+        head = head[:cut]
     if len(head) < len(indent) - 1 and body:
         return [head.ljust(len(indent)) + body[0].lstrip(), *body[1:]]
     return [head, *body]

@@ -10,7 +10,7 @@ from minidist.errors import RunError, UserError
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.trainer import Trainer
-from tests.consistency.test_modes import ADAMW, WEIGHTED, assert_equal_parameters, make_config, train
+from tests.helpers.consistency_runs import ADAMW, WEIGHTED, assert_equal_parameters, make_config, train
 from tests.helpers.small_run import (
     Stop,
     read_checkpoint,

@@ -179,9 +179,9 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstDif
 
         def compare_gradients(step=step, engine=engine, calls=calls):
             calls.append(step)
-            grads = engine.reducer.gradients()
-            for name, spec in engine.reducer.master_specs.items():  # with a central server, there only
-                comparison.compare_tensor("grad", step, name, grads[name], expected.get(f"{step}/{name}"), spec)
+            for name, grad in engine.reducer.gradients().items():
+                spec = engine.reducer.master_specs[name]
+                comparison.compare_tensor("grad", step, name, grad, expected.get(f"{step}/{name}"), spec)
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
                     comparison.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])

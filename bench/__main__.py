@@ -1,4 +1,4 @@
-"""`python -m bench dp|zero|model|comm|recover|save|restart|index|watch|calibrate`; each has its own `--help`."""
+"""`python -m bench dp|zero|model|comm|recover|save|restart|local|index|watch|calibrate`; each has its own `--help`."""
 
 import argparse
 import sys
@@ -8,6 +8,7 @@ from bench import (
     calibrate_link,
     compare_backends,
     compare_dp,
+    compare_local_steps,
     compare_model_parallel,
     compare_recovery,
     compare_restarts,
@@ -26,6 +27,7 @@ COMMANDS = {
     "recover": (compare_recovery.main, "time from the death of a rank to the next step of the others (live recovery)"),
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
     "restart": (compare_restarts.main, "measure the time that a killed rank costs under torchrun"),
+    "local": (compare_local_steps.main, "time local SGD and DiLoCo, over a slow link too, and torch's local SGD"),
     "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
     "index": (plan_index.main, "plan the index of a checkpoint of thousands of simulated ranks"),
     "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),

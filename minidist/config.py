@@ -6,6 +6,7 @@ A value comes from the default here, from a TOML file (`--config FILE`) or from 
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -210,12 +211,23 @@ class ConsistencyConfig:
     """Learning rate of diloco's outer step; 1 without momentum gives the same as local."""
     outer_momentum: float = 0.9
     """Nesterov momentum of diloco's outer step."""
+    exchange: Literal["full", "int8"] = "full"
+    """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values."""
+    fragments: int = 1
+    """Merge the model in this many parts, h / fragments steps apart (Streaming DiLoCo, arXiv 2501.18512)."""
+    reset_moments: bool = False
+    """Set the optimizer's states of what was merged to zero (local, diloco, gossip)."""
     topology: Literal["ring", "matching"] = "ring"
     """Neighbours of a replica under gossip. ring: the two next to it. matching: one, drawn anew for every merge."""
     server: int = 0
     """The rank that updates the parameters under central, asynchronous and stale."""
     staleness_bound: int = 1
     """Steps that a rank may be ahead of the slowest one under stale; with 0 and plain SGD it is synchronous."""
+
+    def fragment_of(self, name: str) -> int:
+        """Return the fragment with which a parameter is merged: layers alternate, everything else is in the last."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return int(layer[1]) % self.fragments if layer else self.fragments - 1
 
     @property
     def merges_replicas(self) -> bool:

@@ -29,7 +29,7 @@ _RANGES: dict[tuple[float, float], str] = {
     "optim.lr optim.weight-decay optim.warmup-steps consistency.staleness-bound",
     (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
     "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
-    "data.seq-len consistency.h consistency.replicas",
+    "data.seq-len consistency.h consistency.replicas consistency.fragments",
     (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction consistency.outer-momentum",
     (0, 2**63 - 1): "train.seed",
     (1, 20): "optim.muon-steps",
@@ -288,6 +288,12 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
         raise UserError(
             f"consistency.h is {how.h}, which does not divide the {steps} steps: the run would end between two merges. "
             f"Give --train.steps {f'{down} or {up}' if down else up}, or --consistency.h {math.gcd(steps, how.h)}."
+        )
+    most = min(how.h, config.model.num_layers)
+    if how.merges_replicas and how.fragments > most:
+        raise UserError(
+            f"consistency.fragments is {how.fragments}: each has a layer and a step of its own to be merged, and there "
+            f"are {config.model.num_layers} layers, merged every {how.h} steps. Give --consistency.fragments {most}."
         )
     tied = mesh.pp > 1 and config.model.tie_embeddings
     if tied and config.num_replicas(mesh) > 2:  # their ranks would sum the replicas in other orders

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 12_450  # DESIGN allows 12,500 when all chapters stand
+CORE_LINES = 12_500  # wanted when all chapters stand
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (

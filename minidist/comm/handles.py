@@ -1,8 +1,9 @@
 """Operations in flight: reported to rank status and the meter, and owned by a handle until its `wait` returns."""
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm.group import Group
-from minidist.comm.hints import expect_immediate_wait
 from minidist.comm.meter import Record
 from minidist.comm.status import Channel
 from minidist.errors import CommError
+
+
+class _Hints(threading.local):
+    """expect_immediate_wait: whether this thread will wait for the operation that it launches right after the launch.
+
+    A backend then need not wake a worker thread: the thread that waits can run the operation itself.
+    """
+
+    expect_immediate_wait = False
+
+
+HINTS = _Hints()
+
+
+@contextlib.contextmanager
+def expect_immediate_wait() -> Iterator[None]:
+    """Tell the backend that, within this context, this thread waits for each operation right after the launch.
+
+    The backend may then run the operation in the waiting thread instead of a worker thread.
+    """
+    HINTS.expect_immediate_wait = True
+    try:
+        yield
+    finally:
+        HINTS.expect_immediate_wait = False
 
 
 @dataclass

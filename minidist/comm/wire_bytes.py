@@ -29,6 +29,8 @@ ASSUMED_ALGORITHMS = {
 # Operations whose bytes are counted; those of a collective are modelled.
 COUNTED_OPERATIONS = frozenset({"send", "recv"})
 
+INT8_BLOCK = 256  # values with one scale in `quantized.all_reduce_int8`
+
 
 def chunk_sizes(numel: int, num_chunks: int) -> list[int]:
     """Return the lengths of `num_chunks` consecutive chunks of `numel` elements.
@@ -37,6 +39,11 @@ def chunk_sizes(numel: int, num_chunks: int) -> list[int]:
     """
     part, rest = divmod(numel, num_chunks)
     return [part + (i < rest) for i in range(num_chunks)]
+
+
+def int8_chunk_bytes(numel: int, group_size: int) -> int:
+    """Return the bytes of one rank's chunk of `numel` values as int8, in whole blocks with a float32 scale each."""
+    return -(-numel // (group_size * INT8_BLOCK)) * (INT8_BLOCK + 4)
 
 
 def sent_elements(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
 from minidist.comm.status import OperationTracker
 from minidist.config import Config
+from minidist.consistency.merge import Result
 from minidist.consistency.simple import Pull, Push, Server
 from minidist.errors import UserError
 from minidist.parallel.data.reducer import NaiveReducer
@@ -77,17 +78,16 @@ class AsynchronousReducer(NaiveReducer):
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
-    def exchange(self, step: int, share: float, stop_requested: bool, checkpoint_written: bool) -> tuple[bool, bool]:
+    def exchange(self, step: int, share: float, result: Result) -> Result:
         """Push this worker's gradient; then pull the parameters of its next step or, if due, pause with all ranks.
 
         step: the number of the step, from 0. share: the factor of the gradient, this worker's fraction of the weighted
-        tokens of the global batch; 0: no update. stop_requested, checkpoint_written: of this rank.
-        Returns (stop_requested, checkpoint_written), both False unless there was a pause: whether any rank was asked to
-        stop, and whether all ranks have written their files.
+        tokens of the global batch; 0: no update. Returns `result`, in which only a pause sets stop_requested, if any
+        rank was asked to stop, and checkpoint_written, if all ranks have written their files.
         """
         message, parameters = self._empty.clone(), None
         flags = message[-self._sizes[-1] :]
-        flags[-1] = stop_requested
+        flags[-1] = result.stop_requested
         for i, (parameter, part) in enumerate(zip(self._parameters.values(), self._split(message), strict=True)):
             if share and parameter.grad is not None:
                 flags[i] = 1
@@ -100,21 +100,21 @@ class AsynchronousReducer(NaiveReducer):
                 self._transfer(recv, message, self._root)
                 parameters = None if flags[-1] else message
         if parameters is None:
-            return self._pause(stop_requested, checkpoint_written)
+            return self._pause(result)
         self._copy_to_model(parameters)
-        return False, False
+        return replace(result, stop_requested=False, checkpoint_written=False)
 
-    def _pause(self, stop_requested: bool, checkpoint_written: bool) -> tuple[bool, bool]:
+    def _pause(self, result: Result) -> Result:
         """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters."""
         for thread in self._threads:
             thread.join()
         if self._error is not None:
             raise self._error
         self.after_load()
-        flags = [float(stop_requested), float(not checkpoint_written)]
+        flags = [float(result.stop_requested), float(not result.checkpoint_written)]
         counts = torch.tensor(flags, device=self._group.world.control_device)
         all_reduce(counts, self._group, async_op=True).wait(host=True)
-        return counts[0].item() > 0, counts[1].item() == 0
+        return replace(result, stop_requested=counts[0].item() > 0, checkpoint_written=counts[1].item() == 0)
 
     def _next_pause(self, step: int) -> int:
         """Return the number of completed steps at the first pause after `step` completed steps."""

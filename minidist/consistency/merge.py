@@ -5,92 +5,107 @@ Every h steps each rank merges its elements of the masters with the ranks at the
 (process group "outer"). The simple version is `simple.merge_replicas` and `simple.OuterStep`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from minidist.comm import Group, Groups, P2POp, all_reduce, batch_send_recv
+from minidist.comm.quantized import all_reduce_int8
 from minidist.config import Config
 from minidist.hashing import hash64
 from minidist.parallel.data.reducer import GradientReducer
 
+Result = TypeVar("Result")  # a `minidist.train.agree.StepResult`
+
 
 class ReplicaMerger:
-    """Merges the replicas' master weights every h steps, weighted by tokens trained on since the last merge.
+    """Merges the replicas' masters every h steps, all together or in fragments of the model, h / fragments steps apart.
 
-    reducer: the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the
-    same coordinates in each replica. replica: the number of this rank's replica. tokens: the (weighted) number of
-    tokens since the last merge, () float64.
+    A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
+    the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
+    coordinates in each replica. replica: the number of this rank's replica.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
         self._config, self._num_steps, self._seed = config.consistency, config.train.steps, config.train.seed
-        self._group = groups["outer"]
-        self._control_device = groups.world.control_device
-        tensors = reducer.checkpoint_tensors()
-        self._masters = {name: tensors[name] for name in reducer.master_specs}
-        self.replica, self.tokens = self._group.rank, torch.zeros((), dtype=torch.float64)
+        self._group, self._masters, self._control_device = groups["outer"], reducer.masters, groups.world.control_device
+        tensors, count = reducer.checkpoint_tensors(), self._config.fragments
+        self._fragments = [
+            {name: tensors[name] for name in reducer.master_specs if self._config.fragment_of(name) == fragment}
+            for fragment in range(count)
+        ]
+        self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
         self._stop_requested = False
-        self._start = self._velocity = None
-        if self._config.mode == "diloco" and self._masters:
-            self._start = self._flatten()
-            self._velocity = torch.zeros_like(self._start)
+        self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
+        self._velocity = [torch.zeros_like(start) for start in self._start]
 
     def outer_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield DiLoCo's states, equal in all replicas: ("outer.start" or "outer.velocity", parameter name, tensor)."""
-        for kind, flat in (("outer.start", self._start), ("outer.velocity", self._velocity)):
-            for name, part in self._parts(flat) if flat is not None else ():
-                yield kind, name, part
+        for kind, states in (("outer.start", self._start), ("outer.velocity", self._velocity)):
+            for masters, flat in zip(self._fragments, states, strict=False):  # none but for DiLoCo
+                for name, part in _parts(masters, flat):
+                    yield kind, name, part
 
     def merge_if_due(
-        self, step: int, tokens: float, stop_requested: bool, checkpoint_written: bool
-    ) -> tuple[bool, bool, bool]:
-        """Collective over the replicas: merge their master weights if step number `step` (from 0) is the last of h.
+        self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> tuple[Result, bool]:
+        """Collective over the replicas: merge the fragments of their masters that are due after step `step` (from 0).
 
-        tokens: the (weighted) number of tokens in this replica's update. stop_requested, checkpoint_written: of this
-        replica.
-        Returns (merged, stop_requested, checkpoint_written), all False between merges. merged: whether the masters
-        changed, so that the caller must update the parameters. stop_requested: whether any replica was asked to stop
-        since the last merge. checkpoint_written: whether all replicas have written their files.
+        result: of this replica's step. optimizer_states: of each master. Returns (result, merged). The replicas agree
+        on a stop and on written files when they merge: the returned result says whether any replica was asked to stop
+        since the last merge, and whether all of them have written their files; between merges it denies both. merged:
+        whether masters changed, so that the caller must update the parameters.
         """
-        self.tokens += tokens
-        self._stop_requested |= stop_requested
-        if (step + 1) % self._config.h:
-            return False, False, False
-        own = float(self.tokens)
-        sums = torch.tensor(
-            [own, float(self._stop_requested), float(checkpoint_written)],
-            dtype=torch.float64,
-            device=self._control_device,
-        )
+        self.tokens += result.num_tokens if result.update_successful else 0.0
+        self._stop_requested |= result.stop_requested
+        due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
+        if not due:
+            return replace(result, stop_requested=False, checkpoint_written=False), False
+        own = self.tokens[due].tolist()
+        own_values = [*own, float(self._stop_requested), float(result.checkpoint_written)]
+        sums = torch.tensor(own_values, dtype=torch.float64, device=self._control_device)
         all_reduce(sums, self._group, async_op=True).wait(host=True)
-        total, stops, written = sums.tolist()
-        self.tokens.zero_()
+        *totals, stops, written = sums.tolist()
+        self.tokens[due] = 0
         self._stop_requested = False
-        if total > 0 and self._masters:
-            self._merge(step, own, total)
-        return total > 0, stops > 0, written == self._group.size
+        for fragment, share, total in zip(due, own, totals, strict=True):
+            if total > 0 and self._fragments[fragment]:
+                self._merge(fragment, step, share, total)
+                for name in self._fragments[fragment] if self._config.reset_moments else ():
+                    for state in optimizer_states.get(self._masters.get(name), {}).values():
+                        state.zero_()
+        agreed = replace(result, stop_requested=stops > 0, checkpoint_written=written == self._group.size)
+        return agreed, max(totals) > 0
+
+    def _is_due(self, fragment: int, step: int) -> bool:
+        """Whether a fragment is merged after a step: every h steps, and all of them after the last."""
+        h, ahead = self._config.h, fragment * self._config.h // len(self._fragments)
+        return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
-    def _merge(self, step: int, own: float, total: float) -> None:
-        flat = self._flatten()
+    def _merge(self, fragment: int, step: int, own: float, total: float) -> None:
+        masters = self._fragments[fragment]
+        flat = _flatten(masters)
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
             flat = _average_with_neighbours(flat, own, self._neighbours(step), self._group)
-        elif self._start is None:
+        elif not self._start:
             flat = self._average(flat, own / total)
         else:
-            outer_gradient = self._average(self._start - flat, own / total)
+            start, velocity = self._start[fragment], self._velocity[fragment]
+            outer_gradient = self._average(start - flat, own / total)
             lr, momentum = self._config.outer_lr, self._config.outer_momentum
-            self._velocity.mul_(momentum).add_(outer_gradient)
-            flat = self._start.sub_(outer_gradient.add_(self._velocity, alpha=momentum), alpha=lr)
-        for name, part in self._parts(flat):
-            self._masters[name].copy_(part)
+            velocity.mul_(momentum).add_(outer_gradient)
+            flat = start.sub_(outer_gradient.add_(velocity, alpha=momentum), alpha=lr)
+        for name, part in _parts(masters, flat):
+            masters[name].copy_(part)
 
     def _average(self, flat: Tensor, share: float) -> Tensor:
         """Average over the replicas in place. A replica without tokens does not count, even if it is not finite."""
         flat = flat.mul_(share) if share else flat.zero_()
-        all_reduce(flat, self._group)
+        (all_reduce_int8 if self._config.exchange == "int8" else all_reduce)(flat, self._group)
         return flat
 
     def _neighbours(self, step: int) -> list[int]:
@@ -102,15 +117,17 @@ class ReplicaMerger:
         partner = order.index(at) ^ 1
         return [order[partner]] if partner < size else []
 
-    def _flatten(self) -> Tensor:
-        """Copy this rank's elements of all masters into one tensor, of at least float32."""
-        tensors = [master.detach().reshape(-1) for master in self._masters.values()]
-        return torch.cat([tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
 
-    def _parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        parts = flat.split([master.numel() for master in self._masters.values()])
-        for (name, master), part in zip(self._masters.items(), parts, strict=True):
-            yield name, part.view(master.shape)
+def _flatten(masters: Mapping[str, Tensor]) -> Tensor:
+    """Copy this rank's elements of masters into one tensor, of at least float32."""
+    tensors = [master.detach().reshape(-1) for master in masters.values()] or [torch.empty(0)]
+    return torch.cat([tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
+
+
+def _parts(masters: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    parts = flat.split([master.numel() for master in masters.values()]) if masters else ()
+    for (name, master), part in zip(masters.items(), parts, strict=True):
+        yield name, part.view(master.shape)
 
 
 def _average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:

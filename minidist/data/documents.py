@@ -88,9 +88,7 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip]
-        found += [
-            path for name in names if os.path.isfile(path := Path(folder, name))
-        ]  # no pipe or socket: reading hangs
+        found += [path for name in names if os.path.isfile(path := Path(folder, name))]  # reading a pipe would hang
     return found
 
 

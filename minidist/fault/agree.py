@@ -7,7 +7,7 @@ after the action, and either all of them return or all of them raise.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from minidist.errors import DamagedError, UserError
+from minidist.errors import DamagedError, UserError, format_ranks
 
 GatherObjects = Callable[[Any], list]
 Result = TypeVar("Result")
@@ -48,14 +48,9 @@ def run_on_all_ranks(all_gather_object: GatherObjects, action: Callable[[], Resu
             ranks.setdefault(failed[0].rstrip("."), []).append(at)
     if not ranks:
         return [result for result, _ in outcomes]
-    messages = [f"{_who(at, len(outcomes))}{message}." for message, at in ranks.items()]
+    failed_ranks = ["" if len(at) == len(outcomes) else f"{format_ranks(at)}: " for at in ranks.values()]
+    messages = [f"{prefix}{message}." for prefix, message in zip(failed_ranks, ranks, strict=True)]
     more = [f"{len(messages) - 4} more ranks failed."] if len(messages) > 4 else []
     error = ErrorOnAnyRank(" ".join(messages[:4] + more))
     error.found_damage = any(failed and failed[1] for _, failed in outcomes)
     raise error from cause
-
-
-def _who(ranks: list[int], size: int) -> str:
-    if len(ranks) == size:
-        return ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "

@@ -49,7 +49,8 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
             for shard in make_tensor_shards(kind, reducer.master_specs[name], tensor, rank):
                 yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
         first = engine.control.rank == 0
-        yield TensorShard(f"{prefix}merge/tokens", (), Box((), ()), engine.merger.tokens, first)
+        tokens = engine.merger.tokens
+        yield TensorShard(f"{prefix}merge/tokens", tokens.shape, Box.whole(tuple(tokens.shape)), tokens, first)
 
 
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:

@@ -115,16 +115,11 @@ class Engine:
         merged = False
         if self.merger is not None:
             with self.groups.meter.span("merge"):
-                tokens = result.num_tokens if result.update_successful else 0.0
-                merged, stop_requested, checkpoint_written = self.merger.merge_if_due(
-                    step, tokens, result.stop_requested, result.checkpoint_written
-                )
-            result = replace(result, stop_requested=stop_requested, checkpoint_written=checkpoint_written)
+                result, merged = self.merger.merge_if_due(step, result, self.optimizer.state)
         if self.worker is not None:
             with self.groups.meter.span("exchange"):
                 share = result.num_tokens / global_tokens if result.update_successful else 0.0
-                stop, written = self.worker.exchange(step, share, result.stop_requested, result.checkpoint_written)
-            result = replace(result, stop_requested=stop, checkpoint_written=written)
+                result = self.worker.exchange(step, share, result)
         if merged or result.update_successful:
             with self.groups.meter.span("gather"):
                 gather = self.reducer.after_load if merged else self.reducer.gather_params

@@ -18,8 +18,9 @@ from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError, format_ranks
+from minidist.errors import DamagedError, RunError, UserError
 from minidist.fault import checkpoint, folders
+from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
 from minidist.fault.signals import StopSignalRecorder
 from minidist.models.init import init_parameters
@@ -28,8 +29,7 @@ from minidist.parallelize import group_specs, parallelize
 from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
-from minidist.train.observer import Observer
-from minidist.train.recovery import Recovery, RegroupRequested
+from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.resume import check_resumable
 from minidist.train.same_program import check_same_program
 from minidist.train.schedule import learning_rate
@@ -91,13 +91,12 @@ class Trainer:
     ):
         self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
         self.mesh = validate(config, world.size)
-        meter = Meter(keep=False) if meter is None else meter
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
         self.groups = comm.bind(
             world,
             self.mesh,
             specs,
-            meter=meter,
+            meter=meter or Meter(keep=False),
             timeout_s=config.comm.timeout_s,
             connect_timeout_s=None if recovery is None else recovery.connect_timeout_s,
             check=check,
@@ -176,19 +175,14 @@ class Trainer:
 
     def _run_on_all_ranks(self, action: Callable[[], Result]) -> Result:
         """Run `action` on every rank and return this rank's result; raise a UserError of any rank on all ranks."""
-        result, wrong = None, None
+        result: list[Result] = []
         try:
-            result = action()
-        except UserError as error:
-            wrong = type(error), str(error)
-        ranks: dict[tuple[type[UserError], str], list[int]] = {}
-        for rank, error in enumerate(self.all_gather_object(wrong)):
-            if error is not None:
-                ranks.setdefault(error, []).append(rank)
-        if ranks:
-            (kind, message), at = next(iter(ranks.items()))
-            raise kind(message if len(at) == self.world.size else f"{format_ranks(at)}: {message}")
-        return result
+            run_on_all_ranks(self.all_gather_object, lambda: result.append(action()))
+        except ErrorOnAnyRank as failure:
+            if failure.__cause__ is not None and not isinstance(failure.__cause__, UserError):
+                raise failure.__cause__ from None  # a bug on this rank
+            raise (DamagedError if failure.found_damage else UserError)(str(failure)) from None
+        return result[0]
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -306,12 +300,8 @@ class Trainer:
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
         loss = None if stopped else self._evaluate()
-        summary = {
-            "step": self.progress.step,
-            "stopped": loss is None,
-            "stop_signal": self.stop_request.signal_name,
-            "folder": str(self.folder),
-        }
+        summary = {"step": self.progress.step, "stopped": loss is None, "folder": str(self.folder)}
+        summary["stop_signal"] = self.stop_request.signal_name
         if loss is not None:
             summary["held_out_loss"] = loss
         for observer in self.observers:

@@ -76,8 +76,11 @@ def test_one_replica_without_outer_momentum_is_one_process(ranks, tmp_path, text
         )
 
 
-def plain_loop(config, replicas, merge):
-    """Replicas in one process, with torch's optimizers: returns their parameters. merge: changes the models."""
+def plain_loop(config, replicas, merge, reset_every=None):
+    """Replicas in one process, with torch's optimizers: returns their parameters.
+
+    merge: changes the models. reset_every: steps after which the optimizers are new ones; None: never.
+    """
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
     loader = Loader(corpus.train, config.data.seq_len, config.train.seed, min_length=config.data.min_length)
     model = Transformer(config.model)
@@ -101,6 +104,9 @@ def plain_loop(config, replicas, merge):
             optimizer.step()
             tokens[at] += int(count)
         merge(step, models, tokens)
+        if reset_every and (step + 1) % reset_every == 0:
+            for optimizer in optimizers:
+                optimizer.state.clear()
     return [dict(each.named_parameters()) for each in models]
 
 
@@ -133,6 +139,63 @@ def test_diloco_is_the_plain_loop(ranks, tmp_path, text, size):
     assert_equal_parameters(
         train(ranks, size, config), {name: p.detach() for name, p in expected.items()}, rtol=1e-10, atol=1e-12
     )
+
+
+def test_fragments_are_merged_one_after_the_other(ranks, tmp_path, text):
+    """The plain loop again: layer 0 after steps 2, 4 and 6, the rest half a round earlier and after the last step."""
+    how = {"optim": ADAMW, "model__dropout": 0.0, "model__num_layers": 2, "consistency__mode": "diloco"}
+    config = make_config(tmp_path / "run", text, consistency__h=2, consistency__fragments=2, **how)
+    start = Transformer(config.model)
+    init_parameters(start, config.train.seed)
+    outer = {name: torch.nn.Parameter(p.detach().double()) for name, p in start.named_parameters()}
+    fragments = [{n for n in outer if n.startswith("model.layers.0.")}, set()]
+    fragments[1] = outer.keys() - fragments[0]
+    optimizers = [torch.optim.SGD([outer[n] for n in names], 0.7, momentum=0.9, nesterov=True) for names in fragments]
+    merged_at, tokens_before = [(1, 3, 5), (0, 2, 4, 5)], [[0] * 3, [0] * 3]
+
+    def merge(step, models, tokens):
+        replicas = [dict(model.named_parameters()) for model in models]
+        for fragment, names in enumerate(fragments):
+            if step not in merged_at[fragment]:
+                continue
+            weights = np.subtract(tokens, tokens_before[fragment])
+            tokens_before[fragment] = list(tokens)
+            for name in names:
+                mean = np.average([replica[name].detach().numpy() for replica in replicas], axis=0, weights=weights)
+                outer[name].grad = outer[name].detach() - torch.from_numpy(mean)
+            optimizers[fragment].step()
+            for replica in replicas:
+                for name in names:
+                    replica[name].data.copy_(outer[name].detach())
+
+    expected = {name: p.detach() for name, p in plain_loop(config, 3, merge)[0].items()}
+    assert_equal_parameters(train(ranks, 3, config), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_moments_begin_anew_after_a_merge_if_asked(ranks, tmp_path, text):
+    """One replica, whose merge changes nothing, equals AdamW that is made anew every two steps."""
+    how = {"optim": ADAMW, "model__dropout": 0.0, "consistency__mode": "local", "consistency__h": 2}
+    kept = train(ranks, 1, make_config(tmp_path / "kept", text, **how))
+    config = make_config(tmp_path / "reset", text, consistency__reset_moments=True, **how)
+    expected = plain_loop(config, 1, lambda step, models, tokens: None, reset_every=2)[0]
+    expected = {name: p.detach() for name, p in expected.items()}
+    assert_equal_parameters(train(ranks, 1, config), expected, rtol=1e-10, atol=1e-12)
+    assert any(not torch.allclose(kept[name], expected[name], rtol=1e-4) for name in kept)
+
+
+def test_quantized_differences_are_averaged_as_a_plain_loop_does(ranks, tmp_path, text):
+    """Without outer momentum, a replica's error is at most 1/127 of what its parameters changed by."""
+    how = {"optim": ADAMW, "consistency__mode": "diloco", "consistency__h": 6, "consistency__outer_momentum": 0.0}
+    how |= {"consistency__outer_lr": 1.0}
+    exact = train(ranks, 3, make_config(tmp_path / "full", text, **how))
+    config = make_config(tmp_path / "int8", text, consistency__exchange="int8", **how)
+    found, start = train(ranks, 3, config), Transformer(config.model)
+    init_parameters(start, config.train.seed)
+    errors = {name: (found[name] - exact[name]).abs().max() for name in exact}
+    largest = max((exact[n] - p.detach()).abs().max() for n, p in start.named_parameters())
+    # A difference is rounded on each rank and in the sum, by half a scale, which is 1/127 of the largest in a block;
+    # AdamW moves all parameters about as far, in every replica, so twice the largest change bounds all of them.
+    assert 0 < max(errors.values()) < 2 * largest / 127
 
 
 def torch_averaged(world, config):
@@ -211,6 +274,7 @@ INSIDE = {
     "pp": {"mesh__pp": 2, "model__num_layers": 2, "model__tie_embeddings": True},
     "cp and zero 2": {"mesh__cp": 2, "zero__stage": 2},
 }
+IN_FRAGMENTS = ("zero 3", "tp", "pp")
 
 
 @pytest.mark.parametrize("inside", INSIDE)
@@ -218,6 +282,15 @@ def test_a_replica_may_have_any_layout_inside(ranks, tmp_path, text, inside):
     """Two replicas of two ranks each equal two replicas of one rank."""
     how = {"optim": ADAMW, "consistency__mode": "diloco", "consistency__h": 2, "consistency__replicas": 2}
     how |= {"model__num_layers": 2, "model__num_kv_heads": 2}
+    expected = train(ranks, 2, make_config(tmp_path / "plain", text, **how))
+    found = train(ranks, 4, make_config(tmp_path / "inside", text, **how | INSIDE[inside]))
+    assert_equal_parameters(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("inside", IN_FRAGMENTS)
+def test_a_replica_of_any_layout_may_be_merged_in_fragments(ranks, tmp_path, text, inside):
+    how = {"optim": ADAMW, "consistency__mode": "local", "consistency__h": 3, "consistency__replicas": 2}
+    how |= {"model__num_layers": 2, "model__num_kv_heads": 2, "consistency__fragments": 2}
     expected = train(ranks, 2, make_config(tmp_path / "plain", text, **how))
     found = train(ranks, 4, make_config(tmp_path / "inside", text, **how | INSIDE[inside]))
     assert_equal_parameters(found, expected, rtol=1e-9, atol=1e-11)
@@ -233,6 +306,7 @@ def test_a_replica_may_have_any_layout_inside(ranks, tmp_path, text, inside):
         ("diloco", 3, {"optim": ADAMW}),
         ("diloco", 4, {"optim": ADAMW, "zero__stage": 1, "consistency__replicas": 2}),
         ("gossip", 3, {"optim": SGD}),
+        ("diloco", 2, {"optim": ADAMW, "model__num_layers": 2, "consistency__fragments": 2}),
     ],
 )
 def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, size, more):
@@ -271,6 +345,8 @@ def test_resume_refuses_another_number_of_replicas_and_another_mode(ranks, tmp_p
     assert "has the state of 2 replicas, this run has 3: give --consistency.replicas 2" in ranks(refusal, 3, again)[0]
     other = with_changes(again, consistency__mode="gossip")
     assert "was trained with --consistency.mode local, this run has gossip" in ranks(refusal, 2, other)[0]
+    other = with_changes(again, consistency__fragments=2, model__num_layers=2)
+    assert "was trained with --consistency.fragments 1, this run has 2" in ranks(refusal, 2, other)[0]
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -298,6 +374,7 @@ def test_estimated_bytes_are_those_counted(ranks, text):
     cases = [
         {"consistency__mode": "central", "consistency__server": 2},
         {"consistency__mode": "diloco", "consistency__h": 2},
+        {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"},
         {"consistency__mode": "gossip", "consistency__h": 2},
         {"consistency__mode": "gossip", "consistency__h": 2, "consistency__topology": "matching"},
         two | {"zero__stage": 1},
@@ -326,6 +403,8 @@ def test_estimated_bytes_are_those_counted(ranks, text):
         (4, {"mode": "local", "h": 10, "outer_lr": 1.0}, "outer-lr 1.0 has no effect: consistency.mode is local"),
         (4, {"mode": "diloco", "h": 10, "topology": "matching"}, "topology matching has no effect: .* for gossip"),
         (4, {"mode": "central", "server": 4}, "consistency.server is 4, and the 4 ranks of mesh .* are 0 to 3: give"),
+        (4, {"mode": "local", "h": 10, "exchange": "int8"}, "consistency.exchange int8 has no effect: .*is for diloco"),
+        (4, {"mode": "local", "h": 1, "fragments": 2}, "layers, merged every 1 steps. Give --consistency.fragments 1"),
         (4, {"mode": "diloco", "h": 10, "outer_lr": 0.0}, "consistency.outer-lr is 0.0; it must be above 0"),
     ],
 )  # fmt: skip

@@ -8,10 +8,10 @@ import threading
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from bench.namespaces import two_nodes, why_impossible
 from minidist.tools.launch.attempt import agree_on_attempt
 from tests.helpers.agents import Agents
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.namespaces import two_nodes, why_impossible
 from tests.helpers.small_run import (
     OPTIONS,
     Command,

@@ -185,7 +185,10 @@ def test_parity_deletes_its_folder_when_a_signal_ends_it_even_if_its_shell_ignor
     with command:
         assert wait_until(lambda: list(temporary.glob("minidist-parity-*")))
         os.kill(command.process.pid, number)
-        assert command.end() == code
+        ended = command.end()
+    # Python ends itself by SIGINT if the interrupt came while C++ code ran Python (an import of torch does); a shell
+    # reports 130 for that too.
+    assert (128 - ended if ended < 0 else ended) == code
     assert not list(temporary.iterdir()) and "Traceback" not in command.output, command.output
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minidist import comm
 from minidist.comm import World
-from minidist.comm.hints import expect_immediate_wait
+from minidist.comm.handles import expect_immediate_wait
 from minidist.mesh import Mesh
 from minidist.tools.shm import group_creation
 from minidist.tools.shm.barrier import GroupBarrier

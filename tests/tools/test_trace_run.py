@@ -171,7 +171,7 @@ def test_a_delayed_rank_makes_the_other_wait(ranks, tmp_path, text):
     ]
     assert arrow["pid"] == 2  # the last to come
     backward = next(e for e in slices(trace, 1, "compute") if e["name"] == "backward")
-    assert backward["ts"] < wait["ts"] < backward["ts"] + backward["dur"]
+    assert wait["ts"] < backward["ts"] + backward["dur"]  # it may even begin before that backward does
     other = trace["otherData"]
     assert (
         other["time_fractions"][0]["exposed_communication"] * other["recorded_ns"][0] >= (late["ts"] - wait["ts"]) * 1e3

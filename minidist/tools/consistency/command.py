@@ -72,7 +72,7 @@ def format_row(found: "Measurement", first: "Measurement") -> str:
     idle = max(
         0.0, 1 - (mean_seconds_in_phase(found.phases, COMPUTING) + mean_seconds_in_phase(found.phases, MESSAGE)) / end_s
     )
-    live = "-" if found.step_s is None else f"{1e3 * found.step_s:.1f} ms {found.waited_s / found.step_s:4.0%}"
+    live = f"{1e3 * found.step_s:.1f} ms {found.waited_s / found.step_s:4.0%}"
     mean = statistics.mean(losses)
     change = mean / statistics.mean(first.held_out_losses) - 1
     drifts = [drift for of_seed in found.drifts for drift in of_seed]
@@ -94,7 +94,7 @@ def format_row(found: "Measurement", first: "Measurement") -> str:
 
 def _line(name: str, *cells: str) -> str:
     widths = (16, 10, 10, 15, 15, 10, 13)
-    return (f"{name:<16}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
+    return (f"{name:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
 
 
 def _format_bytes(count: float) -> str:
@@ -153,6 +153,7 @@ def measurement_json(found: "Measurement") -> dict:
     return {
         "name": found.mode.name,
         "h": config.consistency.h if config.consistency.merges_replicas else None,
+        "exchange": config.consistency.exchange if config.consistency.mode == "diloco" else None,
         "bound": found.mode.bound,
         "steps": config.train.steps,
         "held_out_losses": found.held_out_losses,
@@ -161,7 +162,7 @@ def measurement_json(found: "Measurement") -> dict:
         "expected_bytes": found.expected_bytes,
         "virtual": {"run_s": end_of_phases(found.phases)}
         | {name: mean_seconds_in_phase(found.phases, kind) for name, kind in kinds.items()},
-        "live": None if found.step_s is None else {"step_s": found.step_s, "waited_s": found.waited_s},
+        "live": {"step_s": found.step_s, "waited_s": found.waited_s},
         "drifts": found.drifts,
         "staleness": {str(k): found.staleness[k] for k in sorted(found.staleness)},
     }

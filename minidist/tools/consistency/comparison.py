@@ -37,7 +37,7 @@ class Measurement:
     held_out_losses: in nats per token, by seed. sent_bytes: by rank, counted on live ranks, modelled on the virtual
     clock. expected_bytes: by rank, modelled by `minidist estimate`; None on the virtual clock. phases: by rank, what it
     did on the virtual clock. step_s, waited_s: on live ranks, the mean duration of a step and of its waits, over all
-    ranks and seeds; None on the virtual clock. drifts: by seed, the replicas' `rms_distance_from_mean` after h - 1
+    ranks and seeds. drifts: by seed, the replicas' `rms_distance_from_mean` after h - 1
     local steps of every round, or the same measure of the parameters that the asynchronous workers compute with.
     staleness: number of updates by their staleness, over all seeds; empty on live ranks.
     """
@@ -47,8 +47,8 @@ class Measurement:
     sent_bytes: list[int] = field(default_factory=list)
     expected_bytes: list[int] | None = None
     phases: list[list[Phase]] = field(default_factory=list)
-    step_s: float | None = None
-    waited_s: float | None = None
+    step_s: float = 0.0
+    waited_s: float = 0.0
     drifts: list[list[float]] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
 
@@ -70,17 +70,18 @@ def measure_mode(
         config = dataclasses.replace(mode.config, train=dataclasses.replace(mode.config.train, seed=seed))
         if mode.on_virtual_clock:
             _measure_virtual_run(measurement, config, durations, server)
-            continue
+            config = _with_consistency(config, **mode.live_changes)
         config = dataclasses.replace(config, folder=folder / "run")
         records = server.run(train_and_record, ranks, (config,)).values
         shutil.rmtree(config.folder)
-        measurement.held_out_losses.append(records[0]["held_out_loss"])
-        measurement.sent_bytes = [record["sent_bytes"] for record in records]
-        measurement.drifts.append(records[0]["drifts"])
         steps_s += [record["step_s"] for record in records]
         waits_s += [record["waited_s"] for record in records]
+        if not mode.on_virtual_clock:
+            measurement.held_out_losses.append(records[0]["held_out_loss"])
+            measurement.sent_bytes = [record["sent_bytes"] for record in records]
+            measurement.drifts.append(records[0]["drifts"])
+    measurement.step_s, measurement.waited_s = sum(steps_s) / len(steps_s), sum(waits_s) / len(waits_s)
     if not mode.on_virtual_clock:
-        measurement.step_s, measurement.waited_s = sum(steps_s) / len(steps_s), sum(waits_s) / len(waits_s)
         measurement.expected_bytes = modelled_sent_bytes(mode.config, ranks)
         measurement.phases = simulate_phases(mode.config, durations, bytes_per_s)
     return measurement
@@ -138,7 +139,7 @@ class StepRecorder(Observer):
         self._steps, self._step_s = self._steps + 1, self._step_s + trainer.step_time_s
         every = config.consistency.h if config.consistency.merges_replicas else config.train.steps
         last_before_merge = (trainer.progress.step + (every > 1)) % every == 0
-        if last_before_merge and trainer.world.size > 1:
+        if last_before_merge and trainer.world.size > 1 and not config.consistency.is_asynchronous:
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in trainer.engine.parameters.values()])
             self.drifts.append(rms_distance_from_mean(flat.float(), trainer.control))
 

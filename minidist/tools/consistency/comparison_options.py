@@ -1,6 +1,7 @@
 """The options of `minidist consistency`, their checks, and the runs that they select. Needs no torch."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ VIRTUAL = ("asynchronous", "stale")  # train on the virtual clock
 _USED = {
     "central": ("server",),
     "local": ("h",),
-    "diloco": ("h", "outer_lr", "outer_momentum"),
+    "diloco": ("h", "outer_lr", "outer_momentum", "exchange", "reset_moments"),
     "gossip": ("h",),
     "asynchronous": ("server",),
     "stale": ("server",),
@@ -32,6 +33,7 @@ _UNSUPPORTED = {
     "memory.file",
     "no fault is injected, and no rank replaced": "fault.inject fault.live_recovery",
     "gossip is on a ring": "consistency.topology",
+    "replicas are merged whole": "consistency.fragments",
     "the runs are on the CPU": "device",
 }
 
@@ -54,6 +56,7 @@ class ConsistencyOptions:
     The modes synchronous, central, local, diloco and gossip (see `minidist train --help`, consistency.mode) train on
     live ranks. asynchronous (no barrier: pull, compute, push) and stale (no worker more than --bound steps ahead of the
     slowest) train on a virtual clock: the gradients are real, the times are those of --step-s, --slow and --link-mbit.
+    They also train on live ranks once per seed, for the column "live ranks": their loss there differs from run to run.
     Takes the options of `minidist train`; the defaults are a small model, the synthetic text and 120 steps.
     """
 
@@ -68,6 +71,8 @@ class ConsistencyOptions:
     """Steps of every run; train.steps when not given."""
     h: tuple[int, ...] | None = None
     """Steps between two merges of local, diloco and gossip: a row for each value; consistency.h when not given."""
+    exchange: tuple[Literal["full", "int8"], ...] | None = None
+    """How diloco sends the averaged difference: a row for each value; consistency.exchange when not given."""
     bound: tuple[int, ...] = (2,)
     """Staleness bounds of stale: a row for each value."""
     slow: tuple[str, ...] = ()
@@ -100,6 +105,13 @@ class Mode:
     bound: int | None = None
     on_virtual_clock: bool = False
 
+    @property
+    def live_changes(self) -> dict[str, str | int]:
+        """The options of the section `consistency` with which a mode of the virtual clock trains on live ranks."""
+        if self.bound is None:
+            return {"mode": "asynchronous"}
+        return {"mode": "stale", "staleness_bound": self.bound}
+
 
 def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float]]:
     """Return the modes to measure and, by rank, the seconds of a step on the virtual clock.
@@ -117,9 +129,11 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
     for name in dict.fromkeys(options.modes):
         own = _config_of(name, config)
         if name in ("local", "diloco", "gossip"):
-            for h in options.h or (config.consistency.h,):
-                how = dataclasses.replace(own.consistency, h=h)
-                modes.append(Mode(f"{name} h={h}", dataclasses.replace(own, consistency=how)))
+            exchanges = options.exchange or (config.consistency.exchange,) if name == "diloco" else ("full",)
+            for h, exchange in itertools.product(options.h or (config.consistency.h,), exchanges):
+                how = dataclasses.replace(own.consistency, h=h, exchange=exchange)
+                title = f"{name} h={h}" + " int8" * (exchange == "int8")
+                modes.append(Mode(title, dataclasses.replace(own, consistency=how)))
         elif name == "stale":
             modes += [Mode(f"stale s={bound}", own, bound, on_virtual_clock=True) for bound in options.bound]
         else:
@@ -185,14 +199,15 @@ def _check_unsupported(options: ConsistencyOptions) -> None:
                 instead = "give --modes instead" if name == "consistency.mode" else "leave it out"
                 raise UserError(f"--{name.replace('_', '-')} {value}: in a comparison {why}; {instead}.")
     used = {field for name in options.modes for field in _USED.get(name, ())}
-    for name in ("server", "outer_lr", "outer_momentum", "h"):
+    for name in ("server", "outer_lr", "outer_momentum", "reset_moments", "h", "exchange"):
         given = getattr(config.consistency, name) != getattr(_small_config().consistency, name)
-        given |= name == "h" and options.h is not None
+        given |= getattr(options, name, None) is not None
         if given and name not in used:
             users = " ".join(mode for mode, fields in _USED.items() if name in fields)
+            section = "" if hasattr(options, name) else "consistency."
             raise UserError(
-                f"{'--h' if name == 'h' else '--consistency.' + name.replace('_', '-')} has no effect: it is for "
-                f"{users}, and --modes is {' '.join(options.modes)}. Leave it out, or add one of them to --modes."
+                f"--{section}{name.replace('_', '-')} has no effect: it is for {users}, and --modes is "
+                f"{' '.join(options.modes)}. Leave it out, or add one of them to --modes."
             )
 
 

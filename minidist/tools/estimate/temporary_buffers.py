@@ -7,6 +7,8 @@ is filled.
 """
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
@@ -222,11 +224,19 @@ class GradientAndBufferSizes:
     def merge_temporary_bytes(self) -> int:
         """Return the bytes of the temporary tensors of a merge of replicas by local averaging or DiLoCo; else 0.
 
-        They are a copy of the rank's masters, and under DiLoCo the outer gradient.
+        They are a copy of the masters in the largest fragment, and under DiLoCo the outer gradient. Quantization takes
+        about three more, and a byte per element for the message.
         """
-        flat = [flat.layout.shard_numel for flat in self.flat_params] or [p.numel for p in self._parameters.values()]
-        tensors = {"local": 1, "diloco": 2}.get(self.layout.config.consistency.mode, 0)
-        return tensors * sum(flat) * states.master_bytes_when_merged(self.policy)
+        how, fragments = self.layout.config.consistency, Counter[int]()
+        for parameter in self._parameters.values():
+            fragments[how.fragment_of(parameter.name)] += parameter.numel
+        flat = [flat.layout.shard_numel for flat in self.flat_params] or [fragments.total()]
+        largest = sum(flat) * max(fragments.values()) / fragments.total()
+        element_bytes = states.master_bytes_when_merged(self.policy)
+        tensor_bytes = {"local": 1, "diloco": 2}.get(how.mode, 0) * element_bytes
+        if how.mode == "diloco" and how.exchange == "int8":
+            tensor_bytes += 3 * element_bytes + 1
+        return math.ceil(largest * tensor_bytes)
 
     def optimizer_temporary_bytes(self) -> int:
         """Return the bytes of the temporary tensors that the optimizer's update allocates.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from minidist.comm.group_specs import CONTROL
-from minidist.comm.wire_bytes import sent_elements
+from minidist.comm.wire_bytes import int8_chunk_bytes, sent_elements
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix
 from minidist.tools.estimate import gradient_reduction, shards, states
@@ -77,27 +77,34 @@ class Traffic:
         return reductions + model + self._matrix_exchange(rank)
 
     def _replica_merge_operations(self, rank: int) -> Counter[Operation]:
-        """How often each collective and each send runs on this rank in one merge of the model replicas.
+        """How often each collective and each send runs on this rank for one merge of all fragments of the replicas.
 
-        A merge occurs every `consistency.h` steps, in addition to `operations`; empty if the run has no replicas to
-        merge.
+        These follow each other within `consistency.h` steps, in addition to `operations`; empty if the run has no
+        replicas to merge.
         """
         how, policy = self.layout.config.consistency, self.layout.policy
         if not how.merges_replicas:
             return Counter()
-        coords = self.layout.mesh.coords(rank)
-        numel = sum(parameter.numel for parameter in states.local_parameters(self.layout, coords["pp"]))
+        sizes = {p.name: p.numel for p in states.local_parameters(self.layout, self.layout.mesh.coords(rank)["pp"])}
         if flat_params := self.flat_params(rank):
             shard = self.shard_index(rank)
-            numel = sum(b - a for flat in flat_params for a, b in flat.layout.param_ranges(shard).values())
-        size, double = states.master_bytes_when_merged(policy), DTYPE_BYTES["float64"]
-        operations = Counter([("outer", "all_reduce", 3, double)])  # tokens, whether to stop, whether files are written
-        if how.mode == "gossip":
-            replicas = len(self.group_ranks("outer", rank))
-            neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
-            operations["outer", "send", numel + 1, size] += neighbours
-        else:
-            operations["outer", "all_reduce", numel, size] += 1
+            ranges = [of for flat in flat_params for of in flat.layout.param_ranges(shard).items()]
+            sizes = {name: stop - start for name, (start, stop) in ranges}
+        element_bytes, replicas = states.master_bytes_when_merged(policy), len(self.group_ranks("outer", rank))
+        operations: Counter[Operation] = Counter()
+        for fragment in range(how.fragments):
+            numel = sum(size for name, size in sizes.items() if how.fragment_of(name) == fragment)
+            # The weight of a replica in tokens, whether to stop, and whether its files are written.
+            operations["outer", "all_reduce", 3, DTYPE_BYTES["float64"]] += 1
+            if how.mode == "gossip":
+                neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
+                operations["outer", "send", numel + 1, element_bytes] += neighbours * (numel > 0)
+            elif how.mode == "diloco" and how.exchange == "int8":
+                chunk = int8_chunk_bytes(numel, replicas)
+                operations["outer", "all_to_all", replicas * chunk, 1] += 1
+                operations["outer", "all_gather", replicas * chunk, 1] += 1
+            else:
+                operations["outer", "all_reduce", numel, element_bytes] += 1
         return operations
 
     def _list_central(self, rank: int) -> Counter[Operation]:
@@ -127,7 +134,7 @@ class Traffic:
         return self._sent_bytes(rank, self.operations(rank))
 
     def replica_merge_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that `rank` sends in one merge of the model replicas, by the name of the group spec.
+        """Return the bytes that `rank` sends for one merge of all fragments, by the name of the group spec.
 
         Replicas (local SGD, DiLoCo, gossip) are merged every `consistency.h` steps; {} if the run has no replicas.
         """

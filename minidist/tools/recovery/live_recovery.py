@@ -35,8 +35,7 @@ from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generat
 from minidist.tools.recovery.replicas import InMemoryState, LoadedState, MemoryCopies, load_from_memory
 from minidist.train import run_folder
 from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
-from minidist.train.observer import Observer
-from minidist.train.recovery import Recovery, RegroupRequested
+from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.trainer import Trainer
 from minidist.validation import validate
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from minidist.comm.hints import HINTS
+from minidist.comm.handles import HINTS
 
 _thread = threading.local()
 

@@ -17,6 +17,11 @@ class Node:
     interface: str
     address: str
 
+    def limit_rate(self, mbit: float) -> None:
+        """Let this node send at most `mbit` Mbit/s, as a link of that speed would; a send waits for at most 0.4 s."""
+        shape = ("root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms")
+        _run("tc", "-n", self.namespace, "qdisc", "add", "dev", self.interface, *shape)
+
     def set_link(self, state: str) -> None:
         """Take the link of this node "down", or "up" again."""
         _ip("-n", self.namespace, "link", "set", self.interface, state)
@@ -55,4 +60,8 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, text=True, timeout=60)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

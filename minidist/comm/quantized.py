@@ -1,0 +1,43 @@
+"""An all-reduce that sends one byte per value: int8 numbers with a float32 scale for each block of 256 values.
+
+After DeepSpeed's ZeRO++ (arXiv 2306.10209, sections 3.1 and 3.3): an all-to-all of quantized values, a sum in full
+precision on the rank that owns a chunk, and an all-gather of the quantized sums.
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.comm.collectives import all_gather, all_to_all
+from minidist.comm.group import Group
+from minidist.comm.wire_bytes import INT8_BLOCK, int8_chunk_bytes
+
+
+def all_reduce_int8(tensor: Tensor, group: Group) -> None:
+    """Collective: overwrite a floating-point `tensor` (n,) by its approximate sum, which is equal on all ranks.
+
+    The error of an element is at most 1/254 of the sum, over the ranks, of the largest magnitude in its block, and as
+    much again of the largest magnitude in the block of the sum. A block that is not finite becomes NaN.
+    """
+    sent = torch.zeros(
+        group.size, int8_chunk_bytes(tensor.numel(), group.size), dtype=torch.uint8, device=tensor.device
+    )
+    padded = tensor.new_zeros(sent.numel() // (INT8_BLOCK + 4), INT8_BLOCK)
+    padded.view(-1)[: tensor.numel()] = tensor
+    received = torch.empty_like(sent)
+    all_to_all(received, _quantize(padded).view_as(sent), group)
+    own = _dequantize(received, tensor.dtype).view(group.size, -1, INT8_BLOCK).sum(0)
+    all_gather(received, _quantize(own).view(1, -1), group)
+    tensor.copy_(_dequantize(received, tensor.dtype).view(-1)[: tensor.numel()])
+
+
+def _quantize(blocks: Tensor) -> Tensor:
+    """Return blocks (b, 256) as bytes (b, 260): rounded to a multiple of the block's scale, and then the scale."""
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).float()
+    numbers = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num().round().clamp(-127, 127)
+    return torch.cat([numbers.to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], dim=1)
+
+
+def _dequantize(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values (b, 256) of blocks that `_quantize` made."""
+    numbers, scale = message.view(-1, INT8_BLOCK + 4).split([INT8_BLOCK, 4], dim=1)
+    return numbers.view(torch.int8).to(dtype) * scale.contiguous().view(torch.float32).to(dtype)

@@ -1,17 +1,18 @@
 """A central server, and a server per shard.
 
-Write one training step with a central server: the workers send it their gradients, it updates the parameters, and
-sends them back. Then give every rank a shard of the parameters to serve, so that no link carries more than another.
+Write two training steps. In central_step the workers send their gradients to one server, which updates the parameters
+and sends them back to the workers. In sharded_step every rank is the server of one shard of the parameters, so that
+no link carries more bytes than another.
 
-parameters, gradient: flat tensors of equal shape. update(parameters, gradient) changes the parameters in place; it is
-the optimizer, and it has states. Ranks are numbers in `group`: group.rank is this rank's, group.size how many there
-are. Example: 3 ranks, gradients [1, 2], [3, 4] and [5, 6], server 0. Rank 0 calls update(parameters, [9, 12]) once,
-and sends the new parameters to ranks 1 and 2. With 7 elements on 3 ranks, sharded_step has the shards 0 to 2, 3 and
-4, 5 and 6, of ranks 0, 1 and 2; with 2 elements on 4 ranks, those of ranks 2 and 3 are empty.
+parameters, gradient: flat tensors of equal shape. update(parameters, gradient) is the optimizer: it changes the
+parameters in place, and it has states. group.rank is this rank's number in the group, group.size the number of ranks.
+Example: 3 ranks, gradients [1, 2], [3, 4] and [5, 6], server 0. Rank 0 calls update(parameters, [9, 12]) once, and
+sends the new parameters to ranks 1 and 2. With 7 elements on 3 ranks, sharded_step assigns elements 0 to 2 to rank 0,
+3 and 4 to rank 1, 5 and 6 to rank 2; with 2 elements on 4 ranks, the shards of ranks 2 and 3 are empty.
 
-Checked: parameters after two steps of an optimizer with momentum, on 1 to 4 ranks, whichever rank is the server, also
-for sizes that do not divide; which ranks call update, and with what; every message, its size and its peer; and that
-this rank's gradient has not changed.
+Checked: the parameters after two steps of an optimizer with momentum, on 1 to 4 ranks, with each rank as the server,
+also for sizes that the number of ranks does not divide; which ranks call update, and with which arguments; every
+message, its size and its peer; and that this rank's gradient has not changed.
 
 You may call:
     send(tensor, to_rank, group), recv(tensor, from_rank, group)   wait for each other; recv fills the tensor

@@ -4,13 +4,13 @@ Local SGD replaces an all-reduce per step by one per round: each replica takes s
 merged. Write such a round, and a function that measures how far the replicas have drifted apart before the merge.
 
 local_step(parameters, step) changes the parameters in place. steps: the numbers of the round's steps, such as
-range(8, 12). weight: of this replica in the merge. rms_distance_from_mean returns sqrt(sum_i |theta_i - mean|^2 / n)
+range(8, 12). weight: this replica's, in the merge. rms_distance_from_mean returns sqrt(sum_i |theta_i - mean|^2 / n)
 over the n replicas, where mean is the plain mean of all theta_i. Example: replicas [3, 0] and [5, 0] have the mean
 [4, 0] and a drift of 1.
 
-Checked: rounds of 1 to 4 steps on 1 to 3 ranks, beside a loop over all replicas in one process; the numbers of the
-steps; that nothing is sent before the last step; a replica of weight 0; the drift on all ranks, which must not change
-the parameters, also if the replicas are equal but for the last digits.
+Checked: rounds of 1 to 4 steps on 1 to 3 ranks, compared with a loop over all replicas in one process; the numbers of
+the steps; that nothing is sent before the last step; a replica of weight 0; and the drift on all ranks, also of
+replicas that differ in their last digits only. Measuring the drift must not change the parameters.
 
 You may call:
     merge_replicas(parameters, weight, group)   overwrites the parameters of all ranks by their weighted mean

@@ -1,18 +1,18 @@
 """The outer step of DiLoCo.
 
 DiLoCo does not simply replace the parameters by the mean of the replicas: it takes the averaged difference of a round
-as a gradient, and makes a step of SGD with Nesterov momentum with it. Write this outer optimizer.
+as a gradient for a step of SGD with Nesterov momentum. Write this outer optimizer.
 
 parameters: one flat tensor, equal on all ranks at the start; the inner steps change it in place, differently on each
-rank. With theta the parameters after the last outer step, theta_i those of replica i now, and g = sum_i w_i (theta -
-theta_i) / sum_i w_i:
+rank. Let theta be the parameters after the last outer step, theta_i the present parameters of replica i, and
+g = sum_i w_i (theta - theta_i) / sum_i w_i. The outer step is
     v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
-and then all replicas continue from theta. Example: theta = 10, lr 0.5, momentum 0.5; two replicas of weight 1 come to
-6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then come to 7 and 6.5: g = 1, v = 2.5, theta =
+and then all replicas continue from theta. Example: theta = 10, lr 0.5, momentum 0.5. Two replicas of weight 1 reach 6
+and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then reach 7 and 6.5: g = 1, v = 2.5, theta =
 6.625.
 
-Checked: four rounds beside a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0, which
-is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a
+Checked: four rounds, compared with a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0,
+which is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a
 replica of weight 0 that is NaN; and that a round all-reduces the difference once.
 
 You may call:

@@ -1,10 +1,11 @@
 """How large a learning rate a delay allows.
 
-Gradient descent whose gradients arrive with a delay is stable up to a rate that falls with the delay. Write the
-formula for a quadratic, and an experiment that tells for one rate whether the parameter grows.
+Gradient descent whose gradients arrive with a delay is stable up to a learning rate that falls with the delay. Write
+max_stable_learning_rate, the formula for this rate on a quadratic, and diverges_with_delay, an experiment that returns
+whether the parameter diverges with one learning rate.
 
 The loss is curvature / 2 * theta^2, its gradient curvature * theta, and theta_{t+1} = theta_t - lr * curvature *
-theta_{t - delay}, from 1. lr and curvature are above 0, delay is a whole number from 0. Example:
+theta_{t - delay}, starting at 1. lr and curvature are above 0; delay is an integer, 0 or more. Example:
     max_stable_learning_rate(0, 1.0) is 2.0, (1, 1.0) is 1.0, (2, 1.0) is 0.618, and (1, 4.0) is 0.25
     diverges_with_delay(1.05, 1) is True: the parameter oscillates, and its largest values grow slowly
     diverges_with_delay(0.95, 1) is False: it oscillates as well, and its largest values fall

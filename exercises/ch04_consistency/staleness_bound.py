@@ -1,17 +1,17 @@
 """A server with a staleness bound.
 
-The server answers pulls and pushes of asynchronous workers. With a bound it lets some of them wait, so that no worker
-is more than `bound` clocks ahead of the slowest one. Write how a request is received, when it is due, and how it is
-answered.
+The server answers pulls and pushes of asynchronous workers. With a bound it delays some answers, so that no worker is
+more than `bound` clocks ahead of the slowest one. Write the methods that receive a request (handle), decide whether it
+is due (_is_due), and answer it (_answer).
 
 A worker's clock is the number of its pushes. Pull number c of a worker, from 0, must see all pushes of every worker
-before number c - bound, and no push from number c + bound on. So a pull waits for slow workers to push, and a push
-for slow workers to pull. Requests that are due are answered at once, in the order of their arrival; an answer can
-make others due.
+before number c - bound, and no push from number c + bound on. So a pull waits until slow workers have pushed, and a
+push waits until slow workers have pulled. Requests that are due are answered at once, in the order of their arrival;
+an answer can make other requests due.
 
-Example: 2 workers, bound 0. Worker 0 pulls: handle returns [(0, parameters)]. It pushes: [], because worker 1 has not
-pulled yet and must not see this push. Worker 1 pulls: [(1, parameters), (0, None)]. Now worker 0 pulls: [], until
-worker 1 pushes.
+Example: 2 workers, bound 0. Worker 0 pulls: handle returns [(0, parameters)]. Worker 0 pushes: [], because worker 1
+has not pulled yet and must not see this push. Worker 1 pulls: [(1, parameters), (0, None)]. Worker 0 pulls: []; its
+pull is answered when worker 1 pushes.
 
 Checked: the answers to single requests, and to many in a random order; what every pull sees, in runs on the virtual
 clock with bounds 0 to 3 and without one; staleness; that an answered copy does not change; and workers that leave.

@@ -7,10 +7,10 @@ parameters: this rank's, one flat tensor of any floating-point dtype. weight: th
 number of tokens it has trained on. Example: on 3 ranks, parameters [1, 2], [9, 9] and [4, -4] with weights 1, 0 and 3
 become [(1 + 3 * 4) / 4, (2 - 3 * 4) / 4] = [3.25, -2.5] on all three.
 
-Checked: the mean on 1 to 4 ranks, to twelve digits in float64; that all ranks have the same bits; a replica of weight
-0, which does not count even if its values are NaN; weights that sum to 0, for which every rank raises ValueError and
-no parameter changes; large weights beside parameters of 16 bits; and that the parameters are all-reduced once, and
-nothing else is sent but a few bytes.
+Checked: the mean on 1 to 4 ranks, to twelve digits in float64; that the results of all ranks are equal bit by bit; a
+replica of weight 0, which does not count even if its values are NaN; weights that sum to 0, for which every rank
+raises ValueError and no parameter changes; large weights with 16-bit parameters; and that the parameters are
+all-reduced once, and only a few bytes are sent besides.
 
 You may call:
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks

@@ -7,10 +7,10 @@ gradients: a list of tensors in the shapes of the model's parameters, all of one
 one. run: its model, optimizer and scaler are used; scaler may be None. Returns whether the ranks updated, a bool.
 Example: on 2 ranks with gradients [[2.0]] and [[6.0]] of one parameter, loss scale 4 and SGD with learning rate 1, the
 parameter falls by (2 + 6) / 4 = 2.0 on both, and both return True. If rank 1 passes is_usable=False, nothing changes on
-either rank, the scaler learns of nothing, and both return False.
+either rank, the scaler is not updated, and both return False.
 
 Checked: the parameters on 1 to 4 ranks; that no bit of parameters, optimizer states and scaler changes if any one
-rank cannot update, for each rank in turn; that the scaler learns of an overflow on all ranks; one all-reduce, of one
+rank cannot update, for each rank in turn; that the scale of every rank falls after an overflow; one all-reduce, of one
 element more than the gradients have; and that nothing has changed if that all-reduce fails.
 
 You may call:

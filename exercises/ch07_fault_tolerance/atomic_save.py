@@ -1,7 +1,7 @@
 """A checkpoint that is whole or absent.
 
 A crash in the middle of a save must not leave a checkpoint that looks complete. Let every rank write its shards, and
-let rank 0 turn the files into a checkpoint, so that after a crash at any moment all of it is there or nothing.
+let rank 0 turn the files into a checkpoint, so that after a crash at any moment the checkpoint is complete or absent.
 
 disk: see minidist/fault/disk.py; names are like "step-00000100/index.json". shards: TensorShards of this rank, with
 name, shape (of the global tensor), box (start and stop of the part in it), tensor and is_saved_here. Any folder named
@@ -9,9 +9,9 @@ like step-00000100 counts as a checkpoint. Example: on 2 ranks that hold the row
 tensor of shape (6, 4), save(disk, 7, shards, {"step": 7}, group) returns "step-00000007" on both, a folder that holds
 rank-00000.safetensors with 12 numbers, rank-00001.safetensors with 12 numbers, and index.json.
 
-Checked: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which what was not
-synced is lost or not; an error on any one rank, after which all ranks must raise ErrorOnAnyRank and no checkpoint may
-appear; and the files that an earlier attempt left behind.
+Checked: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which changes that
+were not synced are lost or kept; an error on any one rank, after which all ranks must raise ErrorOnAnyRank and no
+checkpoint may appear; and the files that an earlier attempt left behind.
 
 You may call:
     disk.write(name, data: bytes), disk.sync(name), disk.rename(old, new), disk.remove(name)   raise OSError

@@ -1,12 +1,12 @@
 """Which replica differs, and in which tensor.
 
-A flipped bit in one replica crashes nothing: that rank goes on with other parameters than the others. Compare the
-tensors of all ranks, by digests of 8 bytes, and name the ranks and tensors that differ.
+A flipped bit in one replica crashes nothing: its rank continues with parameters that differ from the others'. Compare
+the tensors of all ranks, by digests of 8 bytes, and name the ranks and tensors that differ.
 
 tensors: this rank's, by name, of any shape and dtype, equal in names and shapes on all ranks. Result: {name: ranks}.
 Example: on 3 ranks, where rank 1 has bias = [0, 0.5] and the others [0, 0.25],
     differing_replicas({"weight": weight, "bias": bias}, group)   is {"bias": [1]} on every rank
-On 2 ranks it is {"bias": [0, 1]}: nobody can say which of the two is right.
+On 2 ranks it is {"bias": [0, 1]}: the comparison cannot decide which of the two is right.
 
 Checked: the result on 1 to 4 ranks, for each rank and tensor in turn, for every dtype, for tensors that differ in one
 bit only, in their order, or in the sign of a zero; and by the messages: 8 bytes per tensor and rank, in one all-gather.

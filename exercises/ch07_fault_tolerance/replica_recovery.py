@@ -1,8 +1,8 @@
 """Ranks die, and training goes on.
 
-When a rank dies, its peers should not: they repeat the step without it and go on, and a new rank joins them later.
-Write the part of the gradient that a rank computes, which depends on how many ranks are left; the recovery of the
-group and of its state; and the training loop around both.
+When a rank dies, the others should not: they repeat the step without the dead rank and continue; a new rank joins
+later. Write the part of the gradient that a rank computes, which depends on how many ranks are left; the recovery of
+the group and of its state; and the training loop around both.
 
 run: see Run in minidist/fault/simple/run.py. rendezvous(group) closes the connections of the old group (None if there
 is none), waits until all living ranks have called it, and returns their group. train_step(run, group) calls your
@@ -15,9 +15,9 @@ the samples 3, 0 and 5, rank 1 with 9 and 7. With save_every=3, recover is calle
 process that was started meanwhile with join=True is then rank 2 of 3, and has the state of the others.
 
 Checked: the sum of the parts on 1 to 7 ranks, with dropout and a loss scale; the state of all ranks after recover,
-whichever of them is ahead; processes that are killed with SIGKILL in a step, after an update and in a save, beside a
-run that nothing interrupted; a process that joins, which must read no file; a full disk, which does not end the run;
-and an error other than CommError, which does.
+whichever of them is ahead; processes that are killed with SIGKILL in a step, after an update and in a save, compared
+with an uninterrupted run; a process that joins, which must read no file; a full disk, which must not end the run; and
+an error other than CommError, which must end it.
 
 You may call:
     samples_at(seed, position, count, num_samples) -> list   the numbers of the samples of a global batch

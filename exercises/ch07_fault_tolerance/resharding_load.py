@@ -13,8 +13,8 @@ from (0, 2) to (7, 4). The first saved box, (0, 0) to (4, 5), overlaps it in the
 of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
 
 Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
-sizes that do not divide; the files that are read; and damaged files and wrong shapes, with which all ranks must raise
-ErrorOnAnyRank, whose message names the tensor or the file, and no element of any tensor on any rank may change.
+sizes that do not divide; the files that are read; and damaged files and wrong shapes. With these, all ranks must raise
+ErrorOnAnyRank with a message that names the tensor or the file, and no element of any tensor on any rank may change.
 
 You may call:
     read_index(disk, folder) -> dict   verified; read_tensors(disk, file, sha256) -> {key: tensor}   verified

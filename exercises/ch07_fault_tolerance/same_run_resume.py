@@ -11,7 +11,7 @@ box; run_state is {"step": 5, "position": 20, "seed": 1, "scaler": None}, or wit
 
 Checked: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
 with dropout, a loss scale that changes and a buffer that changes; that the state is JSON; and damaged checkpoints, for
-which the one before is used.
+which the newest intact checkpoint before them is used.
 
 You may call:
     read_index(disk, folder) -> dict, load(disk, folder, shards, group) -> state   raise on damage; load on all ranks

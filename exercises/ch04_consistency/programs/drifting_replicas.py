@@ -1,6 +1,6 @@
 """This program trains replicas by local SGD: H steps without communication, then a weighted average of the parameters.
 Its loss falls, but the replicas drift apart. The first layer's weight comes from another framework, which stores it as
-(inputs, outputs). 60 samples on 3 ranks, which have 30, 20 and 10 of them, and H = 4; right after the merges:
+(inputs, outputs). A run with H = 4 on 3 ranks, which have 30, 20 and 10 samples; the values right after each merge:
 
     step                                                    4        8       12       16       20       24
     loss, weighted mean over the replicas              0.0814   0.0084   0.0055   0.0046   0.0039   0.0035
@@ -9,7 +9,7 @@ Its loss falls, but the replicas drift apart. The first layer's weight comes fro
       bias of layer 0                                  0        0        0        0        0        0
       weight of layer 2                                0        0        0        0        0        0
       bias of layer 2                                  0        0        0        0        0        0
-    the same before step 1: 0 in all four; the velocities, which nobody merges, differ after every step
+    before step 1 all four differences are 0; the velocities, which are not merged, differ after every step
 
 Run it: torchrun --standalone --nproc-per-node 3 THIS_FILE
 

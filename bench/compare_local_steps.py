@@ -98,7 +98,7 @@ def time_contenders(options: argparse.Namespace) -> dict[str, list]:
             raise RunError(f"the ranks have not ended within {DEADLINE_S:g} s") from None
         for agent, error in zip(agents, errors, strict=True):
             if agent.returncode:
-                raise RunError(f"an agent of torchrun ended with exit code {agent.returncode}:\n{error[-3000:]}")
+                raise RunError(f"an agent of torchrun ended with exit code {agent.returncode}:\n{error[:6000]}")
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
         return {name: [times[name] for times in ranks] for name in ranks[0]}
 

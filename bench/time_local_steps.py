@@ -94,8 +94,8 @@ def _torch_local_sgd(world: World, steps: int, h: int) -> Round:
                 (loss / count).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
             optimizer.step()
+            averager.average_parameters(model.parameters())  # those that have a gradient
             optimizer.zero_grad()
-            averager.average_parameters(model.parameters())
 
     return train_round
 

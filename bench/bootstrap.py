@@ -29,7 +29,8 @@ def slowest_rank_times(timings: np.ndarray) -> np.ndarray:
 def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> np.ndarray:
     """Divide two contenders' times round by round, which cancels load that slows a whole round.
 
-    Raises ValueError for different numbers of rounds, and for none.
+    numerators, denominators: one time per round for each contender. Returns one ratio per round. Raises ValueError for
+    different numbers of rounds, and for none.
     """
     above, below = np.asarray(numerators, float), np.asarray(denominators, float)
     if above.shape != below.shape or not above.size:
@@ -38,14 +39,17 @@ def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def paired_interval(numerators: Sequence[float], denominators: Sequence[float]) -> ConfidenceInterval:
-    """Return the median over rounds of the paired ratios, with its 95 % interval."""
+    """Return the median over rounds of the `paired_ratios` of two contenders' times, with its 95 % interval."""
     return median_interval(paired_ratios(numerators, denominators))
 
 
 def median_interval(
     values: Sequence[float], level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> ConfidenceInterval:
-    """Return the median with its percentile bootstrap interval (Efron 1979): medians of samples with replacement."""
+    """Return the median of `values` with its percentile bootstrap interval (Efron 1979).
+
+    level: the confidence level, a fraction. resamples: how many medians of samples, drawn with replacement, to compute.
+    """
     values = np.asarray(values, float)
     draws = np.random.default_rng(seed).integers(0, values.size, (resamples, values.size))
     medians = np.median(values[draws], axis=1)

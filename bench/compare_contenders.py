@@ -103,7 +103,12 @@ def compare_contenders(
     with_memory: bool = True,
     left_out: Sequence[str] = (),
 ) -> Comparison:
-    """Time the contenders in turns, then measure the memory of each alone. Raises RunError if one computes wrongly."""
+    """Time the contenders in turns, then measure the memory of each alone. Raises RunError if one computes wrongly.
+
+    specs: the contenders, by name. ranks: the number of ranks. mode: "full" or "bare" (see `contenders`). rounds: how
+    many turns each contender has, of `steps` training steps each. left_out: why contenders could not run, for the
+    report.
+    """
     launch_options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0, "backend": "gloo"}
     makers = {name: spec.make for name, spec in specs.items()}
     arguments = (makers, work, mode, rounds, steps)

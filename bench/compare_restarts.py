@@ -119,11 +119,11 @@ def measure_recovery(
     with _run(command, folder) as process:
         for _ in range(rounds):
             _read_until(process, ready)
-            victim, killed_s = choose_victim(process.pid), time.monotonic()
+            victim, kill_time = choose_victim(process.pid), time.monotonic()
             os.kill(victim, signal.SIGKILL)
             for line in recovered:
                 _read_until(process, line)
-            times_s.append(time.monotonic() - killed_s)
+            times_s.append(time.monotonic() - kill_time)
     return times_s
 
 

@@ -55,7 +55,7 @@ class Contender(Protocol):
     exact: bool
 
     def step(self, batch: RankBatch, inspect: InspectGradients = None) -> tuple[float, float] | None:
-        """Train one step on this rank's batch.
+        """Train one step on this rank's batch. inspect: called with the reduced gradients (see `InspectGradients`).
 
         Returns the loss and the gradient norm before clipping, both of the global batch; None in mode "bare".
         """
@@ -64,7 +64,8 @@ class Contender(Protocol):
 class Minidist:
     """minidist's engine as `minidist train` drives it; in mode "bare" without token count, norm and clipping.
 
-    stage: of ZeRO; 0 is plain data parallelism. comm: fields of `CommConfig`; without `backend`, that of the launch.
+    stage: the ZeRO stage; 0 is plain data parallelism. comm: fields of `CommConfig`; `backend` is by default that
+    of the launch.
     """
 
     exact = True

@@ -53,7 +53,10 @@ def read_pss_bytes() -> int | None:
 
 
 def measure_tensor_peak(world: World, make: Callable[[ContenderContext], Contender], work: Workload, mode: str) -> int:
-    """Return this rank's peak of live tensor storages and shared-memory segments in bytes, after warm-up."""
+    """Return this rank's peak of live tensor storages and shared-memory segments in bytes, after warm-up.
+
+    make: builds the contender. mode: "full" or "bare" (see `contenders`).
+    """
     batches, segments_before = work.rank_batches(world.rank, world.size), shared_segment_bytes()
     with StoragePeak() as peak:
         contender = make(ContenderContext(work, mode, world))
@@ -68,7 +71,10 @@ def measure_tensor_peak(world: World, make: Callable[[ContenderContext], Contend
 def measure_resident_growth(
     world: World, make: Callable[[ContenderContext], Contender], work: Workload, mode: str
 ) -> int | None:
-    """Return the peak growth of this rank's PSS in bytes, relative to the PSS before the contender was built."""
+    """Return the peak growth of this rank's PSS in bytes, relative to the PSS before the contender was built.
+
+    Arguments as in `measure_tensor_peak`.
+    """
     batches = work.rank_batches(world.rank, world.size)
     gc.collect()
     before = read_pss_bytes()

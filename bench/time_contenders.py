@@ -58,7 +58,8 @@ def check_and_time(
 ) -> RankTimings:
     """Check all contenders against a single process, then time `rounds` turns of `steps` training steps for each.
 
-    Raises RunError if a contender differs by more than TOLERANCE, as it would not do the same work.
+    makers: by the contender's name, the function that builds it. mode: "full" or "bare" (see `contenders`). Raises
+    RunError if a contender differs by more than TOLERANCE, as it would not do the same work.
     """
     group = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     batches = work.rank_batches(world.rank, world.size)

@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 def main(replica: int, replicas: int) -> None:
-    """Train for ever."""
+    """Train replica number `replica` of `replicas`, one process each, until the process is killed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = ModelConfig(hidden_size=64, intermediate_size=128, num_layers=2)

@@ -5,24 +5,41 @@ The commands gate, new and generate are for those who write exercises.
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from exercises import mutate, new, report, stubs
+from exercises import (
+    class_report,
+    condition_report,
+    generated_mistakes,
+    grade,
+    made_class,
+    mutate,
+    new,
+    release,
+    report,
+    stubs,
+    trial,
+)
 from exercises.attempt import grade_attempt, hints_left, reveal_hint
 from exercises.catalogue import ROOT, Catalogue
 from exercises.check import PRELOAD, check, modules_to_preload
+from exercises.exercise_display import update_stored_displays
 from exercises.gate import Gate
 from exercises.jupyterlab import start_jupyterlab
-from exercises.train import train
+from exercises.parity import print_parity
+from exercises.submissions import read_submissions
+from exercises.train import has_route, passed_pieces, read_piece, train
 from exercises.watch import Watcher
 from exercises.work import Work
 from minidist.errors import UserError, suggest
 from minidist.tools.cli import format_usage, run_to_exit_code
 from minidist.tools.launch import RankServer
+from minidist.tools.launch.threads import usable_cores
 from minidist.tools.launch.torchrun import defer_sigterm, end_rank
 from minidist.tools.options import HIDDEN, POSITIONAL, parse_options
 
@@ -119,6 +136,53 @@ class TrainOptions(_Options):
 
 
 @dataclass(frozen=True)
+class ParityOptions(_Options):
+    """Compare the layouts that call your passed exercises with one process, your code in place of the package's."""
+
+    only: tuple[str, ...] = ()
+    """Only these exercises; without it all that have passed and that training runs call."""
+    ranks: int = 2
+    """Ranks of the layouts."""
+
+
+@dataclass(frozen=True)
+class GradeOptions(_Options):
+    """For instructors: check the answers of a class in a sandbox. Give the command again to go on where it stopped."""
+
+    folder: Annotated[Path, POSITIONAL]
+    """The submissions: a folder or a zip file per student, named after the student."""
+    exercises: tuple[str, ...] = ()
+    """Grade only these exercises. By default all."""
+    csv: Path | None = None
+    """Write the records to this file, one line per check."""
+    json: Path | None = None
+    """Write the points of each student and the records to this file."""
+    report: Path | None = None
+    """Write a report about the class to this .html or .md file."""
+    sandbox: Literal["auto", "bubblewrap", "user", "none"] = "auto"
+    """How the submissions are kept from your files: bubblewrap, a separate user (as root only), or not at all."""
+    jobs: int | None = None
+    """How many checks run at the same time. By default one more than there are cores."""
+    make_class: int | None = None
+    """Do not grade, but write so many made submissions to the folder, from the course's right and wrong answers."""
+
+
+@dataclass(frozen=True)
+class ReleaseOptions(_Options):
+    """For instructors: write a copy of the course for students, without solutions and answers, to a new folder."""
+
+    folder: Annotated[Path, POSITIONAL]
+    """The new folder."""
+    exercises: tuple[str, ...] = ()
+    """The exercises that Gradescope and GitHub Classroom grade. By default all."""
+    gradescope: Path | None = None
+    """Write a zip file for Gradescope's autograder, too."""
+    torch_index: str = ""
+    """Address of the package index with torch's CPU build, for both graders' machines (as TORCH_INDEX for make CPU=1).
+    By default pip's own index, with the CUDA build."""
+
+
+@dataclass(frozen=True)
 class GateOptions(_Options):
     """For authors: test the graders of exercises with right and wrong answers."""
 
@@ -126,6 +190,12 @@ class GateOptions(_Options):
     """The exercises. By default all."""
     mutate: bool = False
     """Test with small mutations of the solutions instead, which the tests must notice."""
+    mistakes: bool = False
+    """Test with mistakes that are the same for all exercises instead, each made in every solution."""
+    conditions: bool = False
+    """Count instead how many wrong answers each kind of condition refuses, without the exercises' own tests."""
+    trial: Path | None = None
+    """Test with the right and wrong answers in this folder instead, of authors who have not seen the tests."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +212,7 @@ class NewOptions(_Options):
 
 @dataclass(frozen=True)
 class GenerateOptions(_Options):
-    """For authors: generate stubs and solutions from the package's source."""
+    """For authors: generate stubs and solutions from the package's source, and the exercises shown in notebooks."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,6 +237,8 @@ def _run(words: list[str]) -> int:
     read = parse_options(kind, f"{_PROGRAM} {words[0]}", [*leading, *words[1:]], keep_unknown=passes_on)
     options, rest = read if passes_on else (read, [])
     catalogue, work = Catalogue(options.root), Work(options.work)
+    if release.is_student_copy(catalogue.root) and command in _FOR_AUTHORS:
+        raise UserError(f"{words[0]} needs the solutions and answers, which this student's copy of the course lacks")
     return command(options, catalogue, work, rest) if passes_on else command(options, catalogue, work)
 
 
@@ -196,7 +268,8 @@ def _list(options: ListOptions, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
         mark = "passed" if work.entry(exercise).get("passed") else ""
         facts = f"{exercise.points:>3} points {exercise.minutes:>4} min  difficulty {exercise.difficulty}"
-        print(f"{exercise.section:<5}{exercise.name:<26}{facts}  {mark:<7} {exercise.title}".rstrip())
+        title = f"{exercise.title} (optional)" if exercise.optional else exercise.title
+        print(f"{exercise.section:<5}{exercise.name:<26}{facts}  {mark:<7} {title}".rstrip())
     return 0
 
 
@@ -247,8 +320,12 @@ def _progress(options: ProgressOptions, catalogue: Catalogue, work: Work) -> int
             state = "passed, " if entry.get("passed") else ""
             points = f"{entry.get('points', 0)} of {exercise.points} points"
             print(f"{name:<26}{state}{points}, attempts: {entry.get('attempts', 0)}, hints: {entry.get('hints', 0)}")
-    earned = sum(entry.get("points", 0) for _, entry in entries.values())
-    print(f"total: {earned} of {sum(exercise.points for exercise in catalogue.values())} points")
+    earned, extra = (
+        sum(entry.get("points", 0) for exercise, entry in entries.values() if exercise.optional is optional)
+        for optional in (False, True)
+    )
+    more = f", and {extra} for optional exercises" if extra else ""
+    print(f"total: {earned} of {sum(each.points for each in catalogue.values() if not each.optional)} points{more}")
     return 0
 
 
@@ -258,11 +335,79 @@ def _train(options: TrainOptions, catalogue: Catalogue, work: Work, rest: list[s
     return 0
 
 
+def _parity(options: ParityOptions, catalogue: Catalogue, work: Work) -> int:
+    chosen = [each for each in passed_pieces(catalogue, work, options.only) if options.only or has_route(each)]
+    if not chosen:
+        raise UserError("no training run calls a piece that you have passed; python -m exercises list shows all")
+    with RankServer() as server:
+        equal = [print_parity(exercise, read_piece(exercise, work), options.ranks, server) for exercise in chosen]
+    print("every layout equals one process" if all(equal) else "some layouts differ from one process, or could not run")
+    return 0 if all(equal) else 1
+
+
+def _grade(options: GradeOptions, catalogue: Catalogue, work: Work) -> int:
+    chosen = [catalogue[name] for name in options.exercises] if options.exercises else list(catalogue.values())
+    if options.make_class is not None:
+        made = made_class.make_class(catalogue, options.folder, options.make_class)
+        print(f"{len(made)} made submissions in {options.folder}")
+        return 0
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs} is not possible; give at least 1")
+    if options.report is not None:
+        class_report.check_name(options.report)
+    submissions = read_submissions(options.folder, catalogue)
+    records = grade.Records(options.folder.resolve().with_name(f"{options.folder.resolve().name}.grades.jsonl"))
+    grader = grade.Grader(catalogue, records, options.sandbox, options.jobs or usable_cores() + 1)
+    print("\n".join(grader.protections), file=sys.stderr)
+    try:
+        with grade.show_progress(len(submissions) * len(chosen)) as on_record:
+            grader.run(submissions, chosen, on_record)
+    except BaseException:
+        print(f"stopped; the same command goes on. The records are in {records.file}", file=sys.stderr)
+        raise
+    done = records.of(submissions, chosen)
+    if options.csv:
+        grade.write_csv(done, options.csv)
+    if options.json:
+        grade.write_json(done, options.json, grader.course, grader.protections)
+    if options.report:
+        class_report.write_report(options.report, submissions, chosen, done)
+    for name, (points, of) in grade.totals(done).items():
+        print(f"{name:<30}{points:>5} of {of} points")
+    errors = [record for record in done if record.verdict == "error"]
+    for record in errors:
+        print(f"{record.student} {record.exercise}: not graded: {record.message}", file=sys.stderr)
+    print(f"{len(done)} checks, {len(errors)} not graded; the records are in {records.file}")
+    return 1 if errors else 0
+
+
+def _release(options: ReleaseOptions, catalogue: Catalogue, work: Work) -> int:
+    chosen = [catalogue[name] for name in options.exercises] if options.exercises else list(catalogue.values())
+    if options.gradescope is not None:
+        release.check_zip_name(options.gradescope)
+    release.write_release(catalogue, options.folder, chosen, options.torch_index)
+    print(f"the copy for students: {options.folder}")
+    print(f"GitHub Classroom's workflow: {options.folder / '.github/workflows/classroom.yml'}")
+    if options.gradescope is not None:
+        release.write_gradescope(options.folder, options.gradescope, options.exercises, options.torch_index)
+        print(f"Gradescope's autograder: {options.gradescope}")
+    return 0
+
+
 def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
+    if options.mutate + options.mistakes + options.conditions + (options.trial is not None) > 1:
+        raise UserError("--mutate, --mistakes, --conditions and --trial are gates of their own; give one at a time")
     chosen = [catalogue[name] for name in options.names] if options.names else list(catalogue.values())
+    if options.trial is not None:
+        with tempfile.TemporaryDirectory(prefix="minidist-gate-") as folder:
+            return 0 if trial.run_trial(options.trial, chosen, Path(folder)) else 1
     with RankServer(preload=PRELOAD) as server:
         if options.mutate:
             return 0 if mutate.run_mutants(chosen, server) else 1
+        if options.mistakes or options.conditions:
+            run = generated_mistakes.run_mistakes if options.mistakes else condition_report.run_conditions
+            with tempfile.TemporaryDirectory(prefix="minidist-gate-") as folder:
+                return 0 if run(chosen, server, Path(folder)) else 1
         gate = Gate(server)
         server.ensure_ready()
         for exercise in chosen:
@@ -280,6 +425,8 @@ def _generate(options: GenerateOptions, catalogue: Catalogue, work: Work) -> int
     for exercise in catalogue.values():
         for file in stubs.write_generated_files(exercise):
             print(file)
+    for file in update_stored_displays(catalogue):
+        print(file)
     return 0
 
 
@@ -302,10 +449,15 @@ COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
     "solution": (SolutionOptions, _solution),
     "progress": (ProgressOptions, _progress),
     "train": (TrainOptions, _train),
+    "parity": (ParityOptions, _parity),
+    "grade": (GradeOptions, _grade),
+    "release": (ReleaseOptions, _release),
     "gate": (GateOptions, _gate),
     "new": (NewOptions, _new),
     "generate": (GenerateOptions, _generate),
 }
+
+_FOR_AUTHORS = (_solution, _grade, _release, _gate, _new, _generate)
 
 if __name__ == "__main__":
     end_rank(main())

@@ -83,9 +83,12 @@ class Answers:
         return self.by_name[name]
 
 
-def read_answers(exercise: Exercise) -> Answers:
-    """Read the answers of an exercise; empty if it has no file. Raises UserError for an invalid file."""
-    file = exercise.answers
+def read_answers(exercise: Exercise, file: Path | None = None) -> Answers:
+    """Read the answers of an exercise; empty if it has no file. Raises UserError for an invalid file.
+
+    file: instead of the exercise's own.
+    """
+    file = file or exercise.answers
     try:
         tables = tomllib.loads(file.read_text()) if file.exists() else {}
     except tomllib.TOMLDecodeError as error:

@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from exercises.source_check import parse_python
+from exercises.testing import CONDITION_RANKS
 from minidist.errors import UserError, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
 _COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route", "why", "hints")
 # The additional required keys of each kind of exercise.
 KINDS = {
-    "piece": ("piece", "calls", "guards", "blank"),
+    "piece": ("piece", "statement", "calls", "guards", "blank"),
     "script": ("defines", "guards", "changes", "fails"),
     "debug": ("defines", "guards", "changes", "fails", "fault"),
     "predict": ("changes",),
 }
-_OPTIONAL = {"piece": ("also", "statement")}
+_OPTIONAL = {"piece": ("also", "optional")}
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
@@ -58,9 +60,9 @@ class Exercise:
     exercise: a program whose loss falls but whose numbers or costs are wrong, where the learner names the violated
     invariant and the faulty line and repairs it; "predict", scenarios whose outcome the learner predicts.
     piece: the symbol to write, `module:symbol`. also: further symbols that belong to it, of any module.
-    statement: what to build, an example with numbers, and what the answer is judged by; with it, `calls` are listed
-    one per line, with signatures. calls: functions that the blank lines may call. guards: forbidden ready-made
-    equivalents (`numpy.array_split`).
+    statement: what to build, an example with numbers, and what the answer is judged by. calls: the functions that the
+    blank lines may call, with signatures. guards: forbidden ready-made equivalents (`numpy.array_split`). optional:
+    whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
     route: `always` if every training run calls the piece; otherwise the options of `minidist train` under which it does
@@ -88,6 +90,7 @@ class Exercise:
     defines: tuple[str, ...] = ()
     fails: str = ""
     fault: str = ""
+    optional: bool = False
 
     @property
     def chapter(self) -> str:
@@ -149,7 +152,7 @@ class Exercise:
 
     def tests(self) -> list[TestCase]:
         """List the tests in file order. Raises UserError if their points do not add up to those of the exercise."""
-        found = [case for node in ast.parse(self.test_file.read_text()).body if (case := _test_case(node, self))]
+        found = [case for node in parse_python(self.test_file.read_text()).body if (case := _test_case(node, self))]
         if sum(case.points for case in found) != self.points:
             total = sum(case.points for case in found)
             raise UserError(f"{self.test_file} gives {total} points in all, exercise.toml says {self.points}")
@@ -260,7 +263,11 @@ def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:
     decorators = getattr(node, "decorator_list", [])
     for call in decorators:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "test":
-            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            constants = {"CONDITION_RANKS": CONDITION_RANKS}
+            options = {
+                each.arg: constants[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
+                for each in call.keywords
+            }
             description = (ast.get_docstring(node) or "").split("\n")[0]
             if not description:
                 raise UserError(f"{exercise.test_file}: {node.name} has no docstring, which is what a learner reads")

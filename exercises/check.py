@@ -1,7 +1,6 @@
 """Grades a learner's file: runs every test on fresh ranks and turns every kind of failure into a short finding."""
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from exercises import stubs
 from exercises.catalogue import Exercise, TestCase
-from exercises.diagnosis import run_and_diagnose
+from exercises.diagnosis import Run, run_and_diagnose
+from exercises.scratch import open_scratch
 from exercises.source_check import find_forbidden_code
 from exercises.stuck_ranks import find_stuck_ranks, read_world_sizes
 from exercises.testing import Finding
@@ -29,7 +29,7 @@ _BASE_MODULES = (
         "minidist.train.loss",
         "minidist.zero.reducer",
     ),
-    *("exercises.network", "exercises.observations", "exercises.rank_tests"),
+    *("exercises.network", "exercises.observations", "exercises.rank_tests", "exercises.side_effects"),
 )
 PRELOAD = (*_BASE_MODULES, "torch._dynamo")
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
@@ -37,6 +37,7 @@ _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # file, for which the answer would be blamed.
 _OPERATORS = (
     *("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward"),
+    "minidist.parallel.context.simple:ulysses_attention",
     *("minidist.fault.simple.run:", "minidist.fault.simple.agreement:agreed", "minidist.fault.simple.recovery:"),
 )
 # After these findings the other tests would fail in the same way.
@@ -92,12 +93,13 @@ def check(
     hang_s: float = HANG_S,
     stop: bool = False,
     measured: Mapping[str, list[int]] | None = None,
+    condition: str | None = None,
 ) -> Verdict:
     """Run the exercise's tests on the file `answer`; return the verdict, which depends only on the file.
 
     server: started with PRELOAD, so that ranks start fast. only: run only these tests. hang_s: seconds without progress
     after which ranks count as hanging. stop: at the first finding. measured: earlier results of a prediction's
-    scenarios; None: run them.
+    scenarios; None: run them. condition: the only kind of `exercises.conditions` to check; None for all.
     """
     answer = answer.resolve()
     if not answer.is_file():
@@ -111,16 +113,14 @@ def check(
     fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
     sizes = read_world_sizes(exercise.source) if exercise.kind == "predict" else None
     offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
-    with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
+    with open_scratch(server) as folder:
         # A copy, as the learner may edit the file. It keeps the last two parts of the path, which messages show.
-        copy = Path(folder).resolve() / answer.parent.name / answer.name
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes(content)
+        copy = folder.write(f"{answer.parent.name}/{answer.name}", content)
 
         def run(ids: Sequence[str], size: int) -> Finding | None:
-            with tempfile.TemporaryDirectory(prefix="minidist-check-") as place:
-                request = _request(exercise, ids, copy, secret, place, offered)
-                return run_and_diagnose(request, size, server, hang_s)
+            with open_scratch(server, writable=True) as place:
+                request = _request(exercise, ids, copy, secret, place.path, offered, condition)
+                return run_and_diagnose(Run(request, place, content), size, server, hang_s)
 
         return Verdict(exercise, content, _results(tests, _findings(tests, run, stop)))
 
@@ -178,11 +178,17 @@ def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
 
 
 def _request(
-    exercise: Exercise, tests: Sequence[str], answer: Path, secret: tuple[str, ...], folder: str, offered: dict
+    exercise: Exercise,
+    tests: Sequence[str],
+    answer: str,
+    secret: tuple[str, ...],
+    folder: str,
+    offered: dict,
+    condition: str | None,
 ):
     from exercises.rank_tests import Request
 
     return Request(
-        str(answer), str(exercise.test_file), tuple(tests), exercise.symbols, exercise.pieces, exercise.guards, secret,
-        folder, MEMORY_BYTES, exercise.kind in _PROGRAMS, offered,
+        answer, str(exercise.test_file), exercise.test_file.read_text(), tuple(tests), exercise.symbols,
+        exercise.pieces, exercise.guards, secret, folder, MEMORY_BYTES, exercise.kind in _PROGRAMS, offered, condition,
     )  # fmt: skip

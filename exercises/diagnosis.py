@@ -1,12 +1,15 @@
 """Runs the tests of a check on fresh ranks and diagnoses the outcome: a failed test, a hang, a deadlock or a death."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from exercises.scratch import Scratch
 from exercises.testing import Finding
 from minidist.errors import RunError, UserError
 
@@ -14,62 +17,86 @@ if TYPE_CHECKING:
     from exercises.rank_tests import Request
     from minidist.tools.launch import RankServer
 
-_OUTPUT_BYTES = 1 << 20
+_CALL_OUTPUT_BYTES = 1 << 20  # in one call of a test; a debugging line may be printed in each of many
+_OUTPUT_BYTES = 1 << 26
 _POLL_S = 0.05
 _MEMORY_STEP_BYTES = 64 << 20  # growth in memory that counts as progress
+_ASLEEP = 4  # a rank that uses no processor time, as in time.sleep, may be silent for so many times longer
+_PROC = Path("/proc/self/stat")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _DEADLINE_S = 60.0
 _ENDLESS_OUTPUT = "your code prints endlessly"
 # Lines on how the ranks of a check end, which learners need not see.
 _JOB_END_LINES = re.compile(r"\nranks? [\d, -]+ (died: .*|raised FindingStored: .*(\n  at .*)?)")
+_LIBRARY_WARNING = re.compile(r"\[[WE]\d{4} |.*(User|Future|Runtime)Warning: ")  # torch's, not the learner's
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
-def run_and_diagnose(request: "Request", size: int, server: "RankServer", hang_s: float) -> Finding | None:
+@dataclass(frozen=True)
+class Run:
+    """One run of tests: the request, the folder that the ranks write to, and the content of the learner's file."""
+
+    request: "Request"
+    scratch: Scratch
+    answer: bytes
+
+
+def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -> Finding | None:
     """Run the tests on `size` fresh ranks; return the first finding, None if all tests pass.
 
-    hang_s: ranks that make no progress for this long are reported as hanging.
+    hang_s: ranks that compute for this long without progress are reported as hanging. Processor time is counted, so
+    that a busy machine does not change the verdict.
     """
     from exercises.rank_tests import PASSED, run_tests
     from minidist.tools.launch import RankFailure
 
-    job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_DEADLINE_S, clean_exit=False)
+    options = {"backend": None, "threads": 1, "deadline_s": _DEADLINE_S, "clean_exit": False}
+    job = server.start(run_tests, size, (run.request,), **options)
     stopped = None
     try:
-        stopped = _watch(job, request, size, hang_s)
+        stopped = _watch(job, run, size, hang_s)
         values = job.wait().values
     except RankFailure as failure:
-        found = stopped or _stored_finding(request, size, failure.output)
+        found = stopped or _stored_finding(run, size, failure.output)
         # How a rank failed says more than that its peers lost it.
         told = found is not None and (found.kind != "network" or failure.kind == "raised")
-        return found if told else _failure_finding(failure, request, size)
+        return found if told else _failure_finding(failure, run, size)
     except (RunError, UserError) as error:
-        return _stored_finding(request, size) or Finding("raised", str(error), size=size)
+        return _stored_finding(run, size) or Finding("raised", str(error), size=size)
     except BaseException:
         job.kill()
         raise
     return None if values == [PASSED] * size else Finding("exit", "your code ended the test early", size=size)
 
 
-def _watch(job, request, size: int, hang_s: float) -> Finding | None:
+def _watch(job, run: Run, size: int, hang_s: float) -> Finding | None:
     """Wait for the end of the job; end it, with a finding, if it prints without end or makes no more progress."""
-    seen, since_s = None, time.monotonic()
+    seen, since_s, used_s = None, time.monotonic(), [0.0] * size
+    calls, printed_before = {}, {}  # by rank: the running call, and the length of the output before it
     while not job.poll(_POLL_S):
-        talks = next((rank for rank in range(size) if len(job.output(rank)) > _OUTPUT_BYTES), None)
-        notes = [_running_call(request, rank) for rank in range(size)]
-        now = (notes, job.status_snapshots(), [_peak_bytes(pid) // _MEMORY_STEP_BYTES for pid in job.pids])
+        printed = [len(job.output(rank)) for rank in range(size)]
+        notes = [_running_call(run, rank) for rank in range(size)]
+        for rank, note in enumerate(notes):
+            if calls.get(rank) != note:
+                calls[rank], printed_before[rank] = note, printed[rank]
+        endless = [n - printed_before[rank] > _CALL_OUTPUT_BYTES or n > _OUTPUT_BYTES for rank, n in enumerate(printed)]
+        talks = endless.index(True) if any(endless) else None
+        grown = [_peak_bytes(pid) // _MEMORY_STEP_BYTES for pid in job.pids]
+        now, processor_s = (notes, job.status_snapshots(), printed, grown), list(map(_processor_s, job.pids))
         if now != seen or not any(test for test, _ in notes):
-            seen, since_s = now, time.monotonic()
-        if talks is None and time.monotonic() - since_s < hang_s:
+            seen, since_s, used_s = now, time.monotonic(), processor_s
+        busy_s = max(after - before for before, after in zip(used_s, processor_s, strict=True))
+        if talks is None and busy_s < hang_s and time.monotonic() - since_s < _ASLEEP * hang_s:
             continue
-        stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _frame(stack, request)}
+        stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _frame(stack, run)}
         job.kill()
         if talks is not None:
-            return _locate(Finding("printing", _ENDLESS_OUTPUT, rank=talks, size=size), stacks.get(talks, ""), request)
-        return _hang_finding(now[1], stacks, request)
+            return _locate(Finding("printing", _ENDLESS_OUTPUT, rank=talks, size=size), stacks.get(talks, ""), run)
+        return _hang_finding(now[1], stacks, run)
     return None
 
 
-def _hang_finding(statuses: Sequence, stacks: dict[int, str], request) -> Finding:
+def _hang_finding(statuses: Sequence, stacks: dict[int, str], run: Run) -> Finding:
     """Report a hang: blame a busy rank, not the ranks that wait for it."""
     from minidist.tools.deadlock.status_report import describe_ranks
 
@@ -77,55 +104,58 @@ def _hang_finding(statuses: Sequence, stacks: dict[int, str], request) -> Findin
     rank = min(busy or stacks, default=0)
     lines = describe_ranks(dict(enumerate(statuses))) if len(statuses) > 1 else []
     what = "\n".join(["your code does not finish", *lines])
-    return _locate(Finding("hang", what, rank=rank, size=len(statuses)), stacks.get(rank, ""), request)
+    return _locate(Finding("hang", what, rank=rank, size=len(statuses)), stacks.get(rank, ""), run)
 
 
-def _stored_finding(request, size: int, output: Sequence[str] = ()) -> Finding | None:
+def _stored_finding(run: Run, size: int, output: Sequence[str] = ()) -> Finding | None:
     """Return the finding of the lowest rank, preferring any other kind to "network"; None if no rank stored one."""
-    files = [Path(request.folder, f"finding-{rank}") for rank in range(size)]
-    findings = [Finding(**json.loads(file.read_text())) for file in files if file.exists()]
+    texts = [run.scratch.read(f"finding-{rank}") for rank in range(size)]
+    findings = [Finding(**json.loads(text)) for text in texts if text is not None]
     found = min(findings, key=lambda finding: finding.kind == "network", default=None)
     if found is not None and found.rank < len(output):
-        found.printed = next((line[:100] for line in reversed(output[found.rank].splitlines()) if line.strip()), "")
+        lines = [line for line in output[found.rank].splitlines() if line.strip() and not _LIBRARY_WARNING.match(line)]
+        found.printed = lines[-1][:100] if lines else ""
     return found
 
 
-def _failure_finding(failure, request, size: int) -> Finding:
+def _failure_finding(failure, run: Run, size: int) -> Finding:
     """Derive a finding from the failure of a job whose ranks stored none."""
     rank = failure.ranks[0] if failure.ranks else 0
     if failure.kind in ("deadlock", "mismatch"):
-        return _locate(Finding("deadlock", _JOB_END_LINES.sub("", str(failure)), rank=rank, size=size), "", request)
+        return _locate(Finding("deadlock", _JOB_END_LINES.sub("", str(failure)), rank=rank, size=size), "", run)
     output = failure.output[rank] if rank < len(failure.output) else ""
     if "bad_alloc" in output:
         return _locate(
             Finding("memory", "your code needs more memory than a check allows", rank=rank, size=size),
             output,
-            request,
+            run,
         )
     told = next((line for line in str(failure).splitlines() if " died" in line), str(failure).splitlines()[0])
+    if failure.kind == "deadline":
+        what = f"your code is too slow: the tests were not done after {_DEADLINE_S:g} s"
+        return _locate(Finding("slow", what, rank=rank, size=size), failure.stacks.get(rank, ""), run)
     how = told.partition("died")[2].lstrip(": ") or told
-    return _locate(Finding("died", f"your code ended its process: {how}", rank=rank, size=size), output, request)
+    return _locate(Finding("died", f"your code ended its process: {how}", rank=rank, size=size), output, run)
 
 
-def _locate(finding: Finding, stack: str, request) -> Finding:
+def _locate(finding: Finding, stack: str, run: Run) -> Finding:
     """Add to the finding the learner's line from a stack, and the running test and call."""
-    frame = _frame(stack, request)
+    frame = _frame(stack, run)
     if frame:
         finding.line = int(frame["line"])
-        lines = Path(request.answer).read_text(errors="replace").splitlines()
+        lines = run.answer.decode(errors="replace").splitlines()
         finding.source = lines[finding.line - 1].strip()[:100] if finding.line <= len(lines) else ""
-    finding.test, finding.call = _running_call(request, finding.rank)
+    finding.test, finding.call = _running_call(run, finding.rank)
     return finding
 
 
-def _frame(stack: str, request) -> re.Match | None:
-    return next((m for m in _FRAME.finditer(stack) if m["file"] == request.answer), None)
+def _frame(stack: str, run: Run) -> re.Match | None:
+    return next((m for m in _FRAME.finditer(stack) if m["file"] == run.request.answer), None)
 
 
-def _running_call(request, rank: int) -> tuple[str, str]:
+def _running_call(run: Run, rank: int) -> tuple[str, str]:
     """Return the test and the call that were running on a rank."""
-    file = Path(request.folder, f"note-{rank}")
-    test, _, call = (file.read_text(errors="replace") if file.exists() else "").partition("\n")
+    test, _, call = (run.scratch.read(f"note-{rank}") or "").partition("\n")
     return test, call.strip()
 
 
@@ -136,3 +166,12 @@ def _peak_bytes(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds: 0 after its end, a clock's where it is unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0 if _PROC.exists() else time.monotonic()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # in user and in kernel mode

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exercises.rank_tests import finding_of
-from exercises.testing import Answer, Finding, ProcessFailed
+from exercises.testing import Answer, Finding, ProcessFailed, learner_file
 from minidist.tools.launch.elastic import ElasticRanks, Rendezvous
 
 _MAX_GROUPS = 40
@@ -27,7 +27,7 @@ def run_processes(
     on_group: called with the processes when a group has been formed; may start more. Raises ProcessFailed for the first
     finding of a process, and if the processes do not end: then the finding says what each one waits for.
     """
-    file = answer._module.__file__
+    file = learner_file(answer)
 
     def run(number: int, rendezvous: Rendezvous) -> Any:
         _, most = resource.getrlimit(resource.RLIMIT_AS)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from exercises.attempt import hints_left
-from exercises.catalogue import Exercise
+from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
 
 
@@ -29,7 +29,11 @@ class ExerciseDisplay:
     def _facts(self) -> str:
         exercise, work = self._exercise, self._work
         left = hints_left(exercise, work) if work else len(exercise.hints)
-        facts = [f"difficulty {exercise.difficulty} of 5", f"{exercise.minutes} minutes", f"{exercise.points} points"]
+        facts = ["optional"] * exercise.optional + [
+            f"difficulty {exercise.difficulty} of 5",
+            f"{exercise.minutes} minutes",
+            f"{exercise.points} points",
+        ]
         facts += [f"{left} of {len(exercise.hints)} hints left (%hint {exercise.name})"]
         return ", ".join([*facts, *["passed"] * bool(work and work.entry(exercise).get("passed"))])
 
@@ -47,6 +51,26 @@ class ExerciseDisplay:
         if self._work is None:
             return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
         return os.path.relpath(self._work.file(self._exercise), Path.cwd())
+
+
+def update_stored_displays(catalogue: Catalogue) -> list[Path]:
+    """Store the current display in every `%exercise` cell of the chapters; return the notebooks that have changed."""
+    import nbformat
+
+    changed = []
+    for file in sorted((catalogue.root / "chapters").glob("[0-9]*/*.ipynb")):
+        before = file.read_text()
+        notebook = nbformat.reads(before, as_version=4)
+        for cell in (cell for cell in notebook.cells if cell.source.startswith("%exercise ")):
+            display = ExerciseDisplay(catalogue[cell.source.split()[1]], None)
+            data = {"text/markdown": display._repr_markdown_(), "text/plain": repr(display)}
+            for output in (output for output in cell.outputs if "data" in output):
+                output.data.update(data)
+        after = nbformat.writes(notebook)
+        if after.strip() != before.strip():
+            file.write_text(after + "\n")
+            changed.append(file)
+    return changed
 
 
 def _as_markdown(lines: list[str]) -> str:

@@ -7,9 +7,9 @@ more strictly: its immediate caller must be the package or the test.
 
 import functools
 import importlib
+import linecache
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -18,12 +18,14 @@ from typing import Any
 import minidist
 from minidist.tools.pieces import SymbolReplacements
 
+_NO_FILES = "an answer must not write files"
 # Actions without an audit event: the end of the process, and files that torch writes in C++.
 _UNSEEN = {
     "os._exit": "an answer must not end its process",
     "os.abort": "an answer must not end its process",
-    "torch.save": "an answer must not write files",
+    "torch.save": _NO_FILES,
 }
+_IMPORT = "<frozen importlib._bootstrap>"
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "os.killpg")
 _FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
 _PACKAGE = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
@@ -63,11 +65,11 @@ class Guard:
         self._off = True
 
     def line(self) -> int | None:
-        """Return the innermost line of the learner's file on the call stack."""
+        """Return the innermost line of the learner's file on the call stack; None inside an import by that line."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self.answer:
+        while frame is not None and frame.f_code.co_filename not in (self.answer, _IMPORT):
             frame = frame.f_back
-        return frame and frame.f_lineno
+        return frame.f_lineno if frame is not None and frame.f_code.co_filename == self.answer else None
 
     def _tried(self, what: str, why: str) -> None:
         line = None if self._off else self.line()
@@ -81,6 +83,8 @@ class Guard:
 
         @functools.wraps(original, updated=())
         def guarded(*args, **kwargs):
+            if why == _NO_FILES and not any(isinstance(each, str | os.PathLike) for each in (*args, *kwargs.values())):
+                return original(*args, **kwargs)  # to memory, as the collectives of objects do
             self._tried(f"calls {name}", why)
             return original(*args, **kwargs)
 
@@ -136,21 +140,23 @@ class Guard:
     def _opens(self, path: str, flags: int) -> None:
         real = os.path.realpath(path)
         if flags & _WRITES:
-            self._tried(f"opens {path} for writing", "an answer must not write files")
+            if real != os.devnull:
+                self._tried(f"opens {path} for writing", _NO_FILES)
         elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
-            if not _is_stack_formatted(real):
+            if not self._reads_source_lines():
                 self._tried(f"reads {Path(path).name}", "write the answer yourself")
         elif os.path.isdir(real):  # would allow relative names
             self._tried(f"opens the folder {path}", "an answer must not open folders")
 
-
-def _is_stack_formatted(path: str) -> bool:
-    """Whether the call stack is being formatted, and `path` is a file on it: torch.manual_seed does so, for CUDA."""
-    frame, files = sys._getframe(1), set()
-    while frame is not None:
-        files.add(os.path.realpath(frame.f_code.co_filename))
-        frame = frame.f_back
-    return {path, os.path.realpath(traceback.__file__)} <= files
+    def _reads_source_lines(self) -> bool:
+        """Whether a library reads source lines to show a call stack, as logging, warnings and torch.manual_seed do."""
+        frame, file = sys._getframe(1), ""
+        while frame is not None and frame.f_code.co_filename != self.answer:
+            caller_of, file = file, frame.f_code.co_filename
+            if caller_of == linecache.__file__ != file:
+                return True
+            frame = frame.f_back
+        return False
 
 
 def _owner(name: str) -> tuple[Any, str]:

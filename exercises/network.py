@@ -27,10 +27,12 @@ _LOCALHOST = "127.0.0.1"
 class Network:
     """All ranks as the default group of torch.distributed and, on demand, as a `group` for the package's collectives.
 
-    records: the operations since the test began. events: the test's marks among them.
+    records: the operations since the test began. events: the test's marks among them. condition_kind: the only kind of
+    `exercises.conditions` to check; None for all.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, condition_kind: str | None = None):
+        self.condition_kind = condition_kind
         self._world, self._meter = world, Meter()
         self._first_record = self._first_event = 0
         if world.size > 1:
@@ -44,6 +46,21 @@ class Network:
         """All ranks, as a group of the package's collectives. Its first use creates it, on all ranks."""
         world = self._world
         return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
+
+    @functools.cached_property
+    def divided_group(self):
+        """Every other rank, as a group: ranks 0, 2, ... or 1, 3, ... Its first use creates both, on all ranks."""
+        return self._subgroups["every other rank"]
+
+    @property
+    def pair_group(self):
+        """Two consecutive ranks, as a group: ranks 0 and 1, or 2 and 3, ..."""
+        return self._subgroups["pair of ranks"]
+
+    @functools.cached_property
+    def _subgroups(self):
+        specs = [GroupSpec("every other rank", ("dp",)), GroupSpec("pair of ranks", ("tp",))]
+        return bind(self._world, Mesh(dp=self._world.size // 2, tp=2), specs)
 
     def begin(self) -> None:
         """Begin a test: forget earlier records and events."""

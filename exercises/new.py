@@ -14,7 +14,7 @@ from minidist.errors import UserError
 
 UNWRITTEN = "To be written: "
 
-_TABLE = """
+_TABLE = '''
 [{name}]
 kind = "piece"
 title = {title}
@@ -23,6 +23,9 @@ difficulty = 1
 minutes = 10
 points = 1
 piece = "{piece}"
+statement = """
+{statement}
+"""
 calls = []
 guards = []
 route = {route}
@@ -34,31 +37,45 @@ why = {why}
 blank = [
     {{ first = {first}, last = {last}, say = {say} }},
 ]
-"""
+'''
 
 _TESTS = '''"""Tests of {name}: {unwritten}the reference that the answers are compared with."""
 
-from exercises.testing import expect, test
+from exercises.conditions import Declaration, Tensors, check_conditions
+from exercises.testing import CONDITION_RANKS, test
 
 
-@test(points=1)
-def equals_the_reference(answer):
+def by_one_process(ranks, rank):
+    """{unwritten}the result on one rank, from the arguments of all ranks."""
+    return ranks[rank]["tensor"]
+
+
+# {unwritten}the arguments, the call, the reference, what may change, how many roundings, whether ranks are replicas.
+DECLARATION = Declaration(
+    inputs={{"tensor": Tensors()}},
+    call=lambda answer, group, tensor: answer.{symbol}(tensor, group),
+    reference=by_one_process,
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
     """{unwritten}what this test asks, in one line for the learner."""
-    expect("what the learner's {symbol} returns", None, None)
+    check_conditions(DECLARATION, answer, world, network)
 '''
 
 _ANSWERS = """# Right and wrong answers to `{name}`: exercises/answers.py describes the format.
 
 [wrong.cheat]
-caught_by = "equals_the_reference"
+caught_by = "holds_under_every_condition"
 note = "the package's own"
 
 [wrong.constant]
-caught_by = "equals_the_reference"
+caught_by = "holds_under_every_condition"
 note = "the same number, whatever is asked"
 
 [wrong.zero]
-caught_by = "equals_the_reference"
+caught_by = "holds_under_every_condition"
 note = "zeros"
 """
 
@@ -87,7 +104,9 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
         "say": f"{UNWRITTEN}what the missing lines do",
     }
     texts = {key: json.dumps(text) for key, text in {**written, "first": first, "last": last}.items()}
-    table = _TABLE.format(name=name, piece=piece, section=_next_section(catalogue, chapter), **texts)
+    statement = f"{UNWRITTEN}what to build, arguments and results, an example with numbers, what is checked"
+    section = _next_section(catalogue, chapter)
+    table = _TABLE.format(name=name, piece=piece, section=section, statement=statement, **texts)
     new = {
         folder / f"test_{name}.py": _TESTS.format(name=name, unwritten=UNWRITTEN, symbol=piece.split(":")[1]),
         folder / "answers" / f"{name}.toml": _ANSWERS.format(name=name),
@@ -109,7 +128,7 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
 
 def find_placeholders(exercise: Exercise) -> list[str]:
     """List the placeholders of `create` that are still unwritten."""
-    texts = {"title": exercise.title, "route": exercise.route, "why": exercise.why}
+    texts = {"title": exercise.title, "route": exercise.route, "statement": exercise.statement, "why": exercise.why}
     texts |= {f"hint {number}": hint for number, hint in enumerate(exercise.hints, start=1)}
     texts |= {f"blank {number}": change.put for number, change in enumerate(exercise.changes, start=1)}
     texts |= {exercise.test_file.name: exercise.test_file.read_text()}

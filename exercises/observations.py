@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.testing import Wrong
 
@@ -110,6 +112,20 @@ class LiveTensorMemory:
     def nbytes(self) -> int:
         storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def count_flops() -> FlopCounterMode:
+    """Return a context manager that counts floating-point operations, also of products that torch's own leaves out."""
+    aten = torch.ops.aten
+    return FlopCounterMode(display=False, custom_mapping={aten.addbmm: _addbmm_flops, aten.addr: _addr_flops})
+
+
+def _addbmm_flops(_, batch1, batch2, *args, **kwargs) -> int:
+    return 2 * math.prod(batch1) * batch2[-1]
+
+
+def _addr_flops(_, column, row, *args, **kwargs) -> int:
+    return 2 * column[0] * row[0]
 
 
 @contextlib.contextmanager

@@ -1,13 +1,20 @@
-"""Evaluate the pipeline schedules that answers return, independently of the package's own code.
+"""Run an answer's step of a small pipeline on all ranks and record what it does, independently of the package's code.
 
 Every stage runs its operations in order. F of a micro-batch needs its F on the stage before; B needs its own F, and
 its B on the stage after.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from exercises.conditions import FLOATS, Declaration, Drawn, Tensors, exact
 from exercises.testing import Wrong, expect, show
+
+TOKENS, WIDTH = 3, 4
 
 
 class ScheduleResult(NamedTuple):
@@ -17,23 +24,162 @@ class ScheduleResult(NamedTuple):
     peak_in_flight: list[int]
 
 
-def operations_by_stage(rule, stages: int, micro_batches: int) -> list[list[tuple[str, int]]]:
-    """Return the operations of every stage as (kind, micro-batch), from `rule(stage, stages, micro_batches)`."""
-    orders = [rule(stage, stages, micro_batches) for stage in range(stages)]
-    for order in orders:
-        valid = isinstance(order, list) and all(isinstance(op, tuple) and len(op) >= 2 for op in order)
-        if not valid:
-            got = type(order).__name__ if not isinstance(order, list) else show(order)
-            raise Wrong("type", "a stage's operations have the wrong type", "a list of Action", got)
-    return [[(op[0], op[1]) for op in order] for order in orders]
+class Stage:
+    """This rank's stage of a small pipeline, whose actions are recorded; float64 unless `dtype` says otherwise.
+
+    samples: the number of samples of each micro-batch, by its number. is_transposed: whether outputs are transposed
+    tensors, which are not contiguous. weight, shift: the stage's parameters. operations: the actions ("F" or "B",
+    micro-batch) in the order in which they ran. kept: by micro-batch, how many micro-batches had tensors saved for
+    backward when its backward began.
+    """
+
+    def __init__(self, stage: int, stages: int, samples: Mapping[int, int], dtype=torch.float64, is_transposed=False):
+        self.stage, self.last, self.samples, self.dtype = stage, stages - 1, samples, dtype
+        self.weight, self.shift = (nn.Parameter(each) for each in _parameters(stage, dtype))
+        self.operations: list[tuple[str, int]] = []
+        self.kept: dict[int, int] = {}
+        self._saved: dict[int, StorageWeakRef] = {}
+        self._is_transposed = is_transposed
+
+    def run(self, i: int, hidden: Tensor | None) -> Tensor:
+        """Run the stage's layer on a micro-batch; the last stage returns the loss."""
+        if (hidden is None) != (self.stage == 0):
+            what = f"the second argument of run_stage for micro-batch {i} on stage {self.stage} of {self.last + 1}"
+            expected = "None" if self.stage == 0 else "the output of the stage before it"
+            raise Wrong("wrong", what, expected, "None" if hidden is None else show(tuple(hidden.shape)))
+        self.operations.append(("F", i))
+        x = _inputs(i, self.samples[i], self.dtype) if hidden is None else hidden
+        inside = x @ self.weight
+        self._saved[i] = StorageWeakRef(inside.untyped_storage())  # sin saves its input
+        out = inside.sin() + self.shift
+        if self._is_transposed:
+            out = out.mT.contiguous().mT
+        if self.stage == self.last:
+            out = (out * _factors(i, self.samples[i], self.dtype)).sum()
+        out.register_hook(lambda _: self._begin_backward(i))
+        return out
+
+    def _begin_backward(self, i: int) -> None:
+        self.operations.append(("B", i))
+        self.kept[i] = sum(not reference.expired() for reference in self._saved.values())
+
+    def empty_hidden(self, i: int) -> Tensor:
+        """Return a new tensor for the hidden states of micro-batch `i`; its elements are NaN."""
+        return torch.full((self.samples[i], TOKENS, WIDTH), torch.nan, dtype=self.dtype)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of the weight and the shift."""
+        return [self.weight.grad, self.shift.grad]
 
 
-def expect_each_operation_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches: int) -> None:
+def run_step(step, group, samples: Mapping[int, int], **settings) -> Stage:
+    """Run `step(run_stage, empty_hidden, micro_batches, group)` once on a new stage; return the stage."""
+    stage = Stage(group.rank, group.size, samples, **settings)
+    result = step(stage.run, stage.empty_hidden, list(samples), group)
+    if result is not None:
+        raise Wrong("type", "the step returns nothing: gradients go to .grad", "None", type(result).__name__)
+    return stage
+
+
+def gradients_of_one_process(stages: int, samples: Mapping[int, int]) -> list[list[Tensor | None]]:
+    """Return the gradients of every stage's parameters, of all micro-batches in one process."""
+    parameters = [[each.requires_grad_() for each in _parameters(stage, torch.float64)] for stage in range(stages)]
+    for i, number in samples.items():
+        x = _inputs(i, number, torch.float64)
+        for weight, shift in parameters:
+            x = (x @ weight).sin() + shift
+        (x * _factors(i, number, torch.float64)).sum().backward()
+    return [[each.grad for each in pair] for pair in parameters]
+
+
+def _draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _parameters(stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _draw(stage, WIDTH, WIDTH).to(dtype), _draw(100 + stage, WIDTH).to(dtype)
+
+
+def _inputs(i: int, samples: int, dtype: torch.dtype) -> Tensor:
+    return _draw(1000 + i, samples, TOKENS, WIDTH).to(dtype)
+
+
+def _factors(i: int, samples: int, dtype: torch.dtype) -> Tensor:
+    return _draw(2000 + i, samples, TOKENS, WIDTH).to(dtype)
+
+
+def expect_each_operation_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches: Sequence[int]) -> None:
     """Fail unless every stage runs every micro-batch once forward and once backward."""
-    expected = sorted((kind, micro_batch) for kind in "FB" for micro_batch in range(micro_batches))
+    expected = sorted((kind, micro_batch) for kind in "FB" for micro_batch in micro_batches)
     for stage, order in enumerate(orders):
-        case = f"stage {stage} of {len(orders)}, {micro_batches} micro-batches"
-        expect("the actions, sorted", _names(sorted(order)), _names(expected), case=case)
+        case = f"stage {stage} of {len(orders)}, {len(micro_batches)} micro-batches"
+        expect(
+            "the actions, sorted",
+            operation_names(sorted(order)),
+            operation_names(expected),
+            case=case,
+        )
+
+
+def expect_messages(network, before: int, group, samples: Mapping[int, int], case: str) -> None:
+    """Fail unless this stage has sent one message per micro-batch and neighbour since record `before`, in order."""
+    records = network.records[before:]
+    for what, neighbour in (("the next stage", group.rank + 1), ("the stage before", group.rank - 1)):
+        sent = [record.payload_bytes // 8 for record in records if record.name == "send" and record.peer == neighbour]
+        sizes = [number * TOKENS * WIDTH for number in samples.values()] * (0 <= neighbour < group.size)
+        expect(f"elements of each message to {what}", sent, sizes, case=case)
+    others = sorted({record.name for record in records} - {"send", "recv"})
+    expect("operations besides send and recv", others, [], case=case)
+    unfinished = [record.name for record in records if record.waited is None]
+    expect("operations that your code has not waited for", unfinished, [], case=case)
+
+
+def sums_of_tensors(step, group, weight: Tensor, micro_batches: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Call `step` on stages that add their weight; return the gradient of the weight and the stage's outputs.
+
+    For `exercises.conditions`: the numbers are exact in every dtype.
+    """
+    parameter, outputs = nn.Parameter(weight.detach().clone()), {}
+
+    def run_stage(i: int, hidden: Tensor | None) -> Tensor:
+        x = torch.full((i % 3 + 1, *weight.shape), i, dtype=weight.dtype) if hidden is None else hidden
+        outputs[i] = (x + parameter).detach().clone()
+        out = x + parameter
+        return (out * (i % 2 + 1)).sum() if group.rank == group.size - 1 else out
+
+    with torch.enable_grad():
+        step(run_stage, lambda i: weight.new_empty(i % 3 + 1, *weight.shape), micro_batches, group)
+    return parameter.grad, [outputs[i] for i in micro_batches]
+
+
+def sums_of_one_process(ranks: list[dict], rank: int) -> tuple[Tensor, list[Tensor]]:
+    """Return what `sums_of_tensors` must return on a rank."""
+    weights, micro_batches = [each["weight"] for each in ranks], ranks[0]["micro_batches"]
+    total = sum(exact(weight) for weight in weights[: rank + 1])
+    outputs = [(torch.full((i % 3 + 1, *total.shape), i) + total).to(weights[0].dtype) for i in micro_batches]
+    slope = float(sum((i % 3 + 1) * (i % 2 + 1) for i in micro_batches))
+    return torch.full_like(weights[0], slope), outputs
+
+
+def declare_step(name: str) -> Declaration:
+    """Return the declaration of a pipeline step with this name."""
+    draws = {"one micro-batch": 1, "some numbers left out": 2, "a micro-batch per rank": 3, "three per rank": 4}
+    return Declaration(
+        inputs={
+            "weight": Tensors(dtypes=FLOATS, layouts=(), sizes=False, non_finite=False),
+            "micro_batches": Drawn(
+                lambda rank, ranks, draw: ([0, 1, 2, 3], [0], [0, 2, 3, 6], range(ranks), range(3 * ranks))[draw], draws
+            ),
+        },
+        call=lambda answer, group, weight, micro_batches: sums_of_tensors(
+            getattr(answer, name), group, weight, list(micro_batches)
+        ),
+        reference=sums_of_one_process,
+        max_bytes=lambda ranks: (
+            2 * (len(ranks) - 1) * ranks[0]["weight"].nbytes * sum(i % 3 + 1 for i in ranks[0]["micro_batches"])
+        ),
+    )
 
 
 def simulate_schedule(
@@ -59,7 +205,7 @@ def simulate_schedule(
                 next_operation[stage] += 1
                 progressed = True
     stuck = [
-        f"stage {stage} at {_names([order[next_operation[stage]]])}"
+        f"stage {stage} at {operation_names([order[next_operation[stage]]])}"
         for stage, order in enumerate(orders)
         if next_operation[stage] < len(order)
     ]
@@ -74,5 +220,6 @@ def simulate_schedule(
     return ScheduleResult(max(clock), peak_in_flight)
 
 
-def _names(ops: Sequence[tuple[str, int]]) -> str:
+def operation_names(ops: Sequence[tuple[str, int]]) -> str:
+    """Return the operations as text: "F0 F1 B0"."""
     return " ".join(f"{kind}{micro_batch}" for kind, micro_batch in ops)

@@ -5,10 +5,11 @@ import faulthandler
 import importlib.util
 import inspect
 import json
+import linecache
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,11 +26,14 @@ _MODULE = "answer"
 class Request:
     """The tests to run. folder: of the findings, and the working directory of the learner's code.
 
-    program: whether the answer makes its own process group. offered: further arguments of tests, by name.
+    test_text: of the test file, which a rank in a sandbox cannot read. program: whether the answer makes its own
+    process group. offered: further arguments of tests, by name. condition: the only kind of `exercises.conditions` to
+    check; None for all.
     """
 
     answer: str
     test_file: str
+    test_text: str
     tests: tuple[str, ...]
     symbols: tuple[str, ...]
     pieces: tuple[str, ...]
@@ -39,6 +43,7 @@ class Request:
     memory_bytes: int
     program: bool = False
     offered: Mapping[str, Any] = field(default_factory=dict)
+    condition: str | None = None
 
 
 class FindingStored(Exception):
@@ -47,17 +52,21 @@ class FindingStored(Exception):
 
 def run_tests(world, request: Request) -> str:
     """Run the tests on this rank. Raises FindingStored after storing the first finding in the request's folder."""
-    from exercises.network import Network, Torchrun  # with it comes torch, which the parent of the ranks can do without
+    # With these comes torch, which the parent of the ranks can do without.
+    from exercises.network import Network, Torchrun
+    from exercises.side_effects import SideEffects
 
     os.chdir(request.folder)
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
     note = RunningCall(f"{request.folder}/note-{world.rank}")
     guard = Guard(request.answer, request.test_file)
-    module = _load("exercise_tests", request.test_file)
+    module = _load_tests(request)
     tests = {name: getattr(module, name) for name in request.tests}
     parameters = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
-    network = None if request.program else Network(world)
+    deferred = _deferred_functions(request.pieces)  # before the guard replaces their code
+    network = None if request.program else Network(world, request.condition)
+    may_seed = getattr(module, "MAY_SEED", False)
     offered = {"world": world, "network": network, "run": request.program and Torchrun(world), **request.offered}
     guard.install(request.pieces, request.guards, request.secret)
     for name, test in tests.items():
@@ -66,8 +75,12 @@ def run_tests(world, request: Request) -> str:
             network.begin()
         try:
             with _limited(request.memory_bytes):
-                offered["answer"] = Answer(_answer(request), note)
+                loaded = _answer(request, deferred)
+                effects = None if request.program else SideEffects(loaded, request.symbols, network, may_seed)
+                offered["answer"] = Answer(loaded, note)
                 test(**{key: offered[key] for key in parameters[name]})
+                if effects is not None:
+                    effects.check()
                 finding = None
         except BaseException as error:
             finding = finding_of(error, request.answer)
@@ -100,11 +113,47 @@ def _load(name: str, file: str) -> ModuleType:
     return module
 
 
-def _answer(request: Request) -> ModuleType:
+def _load_tests(request: Request) -> ModuleType:
+    module = sys.modules["exercise_tests"] = ModuleType("exercise_tests")
+    module.__file__ = request.test_file
+    # torch looks up source lines of the call stack: it finds none, and does not open the file while an answer runs.
+    linecache.cache[request.test_file] = (0, None, [], request.test_file)
+    exec(compile(request.test_text, request.test_file, "exec"), vars(module))
+    return module
+
+
+def _methods(symbol: str, value: Any) -> dict[str, Any]:
+    """Return a function or the functions of a class, by name with that of the class."""
+    return (
+        {f"{symbol}.{name}": each for name, each in vars(value).items()} if inspect.isclass(value) else {symbol: value}
+    )
+
+
+def _is_deferred(function: Any) -> bool:
+    """Whether a call runs nothing yet: that of a generator or of an `async def`."""
+    return inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
+
+
+def _deferred_functions(pieces: Sequence[str]) -> dict[str, bool]:
+    """Return whether each function of the package's pieces is a generator or coroutine, by name."""
+    split = [piece.split(":") for piece in pieces]
+    found = {symbol: getattr(sys.modules.get(module), symbol, None) for module, symbol in split}
+    every = [item for symbol, value in found.items() for item in _methods(symbol, value).items()]
+    return {name: _is_deferred(function) for name, function in every if inspect.isroutine(function)}
+
+
+def _answer(request: Request, deferred: Mapping[str, bool]) -> ModuleType:
+    """Load the learner's file. deferred: as `_deferred_functions` returns it."""
     module = _load(_MODULE, request.answer)
     for symbol in request.symbols:
-        if not (hasattr(module, symbol) if symbol.isupper() else callable(getattr(module, symbol, None))):
+        value = getattr(module, symbol, None)
+        if not (hasattr(module, symbol) if symbol.isupper() else callable(value)):
             raise Wrong("missing", f"your file must define {symbol}")
+        for name, function in _methods(symbol, value).items():
+            if inspect.iscoroutinefunction(function) and not deferred.get(name, True):
+                raise Wrong("type", f"{name} must not be `async def`: a call returns a coroutine and runs nothing")
+            if inspect.isgeneratorfunction(function) and not deferred.get(name, True):
+                raise Wrong("type", f"{name} contains `yield`: a call returns a generator and runs nothing")
     return module
 
 

@@ -63,4 +63,4 @@ def _test_json(result: TestResult) -> dict[str, Any]:
 
 def _outdated(verdict: Verdict) -> bool:
     began = stubs.stub_version(verdict.content.decode(errors="replace"))
-    return began is not None and began != stubs.stub_version(stubs.generate_stub(verdict.exercise))
+    return began is not None and began != stubs.stub_version(verdict.exercise.stub.read_text())

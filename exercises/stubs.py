@@ -46,9 +46,13 @@ def generate_empty_answer(exercise: Exercise) -> str:
 
 def fault_line(exercise: Exercise) -> int:
     """Return the line number of a debugging exercise's fault. Raises UserError unless it occurs exactly once."""
-    found = [
-        number for number, line in enumerate(generate_stub(exercise).splitlines(), 1) if line.strip() == exercise.fault
-    ]
+
+    def numbers(text: str) -> list[int]:
+        return [number for number, line in enumerate(text.splitlines(), 1) if line.strip() == exercise.fault]
+
+    found = numbers(exercise.stub.read_text())
+    if len(found) != 1:  # somebody has written to the stub; a student's copy of the course cannot generate one
+        found = numbers(generate_stub(exercise))
     if len(found) != 1:
         raise UserError(f"{exercise.name}: the stub has {len(found)} lines {exercise.fault!r}, and must have one")
     return found[0]
@@ -75,17 +79,20 @@ def solution_code(exercise: Exercise) -> str:
     return _joined(exercise, _sources(exercise)) + "\n"
 
 
-def generate_answer(exercise: Exercise, name: str) -> str:
-    """Generate the text of an answer. Raises UserError if its edits do not apply to the solution."""
-    answers = read_answers(exercise)
+def generate_answer(exercise: Exercise, name: str, answers: Answers | None = None) -> str:
+    """Generate the text of an answer. Raises UserError if its edits do not apply to the solution.
+
+    answers: those that it is one of; None: the exercise's own.
+    """
+    answers = answers or read_answers(exercise)
     return answer_text(answers[name], _answer_code(exercise, answers, answers[name]))
 
 
-def write_answer(exercise: Exercise, name: str, folder: Path) -> Path:
-    """Write an answer to `folder/<exercise>/<name>.py`; return the file."""
+def write_answer(exercise: Exercise, name: str, folder: Path, answers: Answers | None = None) -> Path:
+    """Write an answer to `folder/<exercise>/<name>.py`; return the file. answers: as in `generate_answer`."""
     file = folder / exercise.name / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(generate_answer(exercise, name))
+    file.write_text(generate_answer(exercise, name, answers))
     return file
 
 
@@ -130,20 +137,8 @@ def write_generated_files(exercise: Exercise) -> list[Path]:
 def _task_lines(exercise: Exercise) -> list[str]:
     if not exercise.piece:
         return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
-    if exercise.statement:
-        calls = ["", "You may call:", *(f"    {call}" for call in exercise.calls), ""]
-        return [*exercise.statement.strip().splitlines(), *(calls if exercise.calls else [""])]
-    return [
-        *_wrapped(_asked_sentence(exercise)),
-        *_wrapped(f"You may call: {', '.join(exercise.calls)}."),
-    ]
-
-
-def _asked_sentence(exercise: Exercise) -> str:
-    *first, last = exercise.symbols
-    if not first:
-        return f"Write the missing lines of {last}; its docstring specifies the result."
-    return f"Write the missing lines of {', '.join(first)} and {last}; their docstrings specify the results."
+    calls = ["", "You may call:", *(f"    {call}" for call in exercise.calls), ""]
+    return [*exercise.statement.strip().splitlines(), *(calls if exercise.calls else [""])]
 
 
 def _joined(exercise: Exercise, parts: list[str]) -> str:

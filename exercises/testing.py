@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CONDITION_RANKS = (1, 2, 3, 4, 5, 7)  # the world sizes of tests that call `exercises.conditions.check_conditions`
 _SHOWN = 100
 _CALL_SHOWN = 108  # characters; fits one line of the message
 _ELEMENTS_SHOWN = 8
@@ -133,21 +134,23 @@ def show(value: Any) -> str:
 
 
 class Answer:
-    """The learner's symbols as attributes. Calls of its functions are noted for the message."""
+    """The learner's symbols as attributes. Calls of its functions and other callables are noted for the message."""
 
     def __init__(self, module: Any, note: Callable[[str], None]):
         self._module, self._note = module, note
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if not inspect.isfunction(value):
+        if inspect.isclass(value) or not callable(value):
             return value
 
         @functools.wraps(value)
         def called(*args, **kwargs):
-            self._note(_call_text(value, args, kwargs))
+            self._note(_call_text(name, value, args, kwargs))
             try:
                 inspect.signature(value).bind(*args, **kwargs)
+            except ValueError:  # a built-in function without a signature
+                pass
             except TypeError as error:
                 raise Wrong("type", f"{name} must accept these arguments, as in the stub: {error}") from None
             return value(*args, **kwargs)
@@ -172,13 +175,23 @@ class RunningCall:
         os.pwrite(self._fd, f"{self.test}\n{text}".encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
 
-def _call_text(function: Callable, args: Sequence, kwargs: dict) -> str:
+def learner_globals(answer: Answer) -> dict[str, Any]:
+    """Return the global names of the learner's file, for a test to replace one of them."""
+    return vars(answer._module)
+
+
+def learner_file(answer: Answer) -> str:
+    """Return the path of the learner's file."""
+    return answer._module.__file__
+
+
+def _call_text(name: str, function: Callable, args: Sequence, kwargs: dict) -> str:
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
         parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
-    except TypeError:
+    except (TypeError, ValueError):
         parts = [_brief(value) for value in args]
-    text = f"{function.__name__}({', '.join(parts)})"
+    text = f"{name}({', '.join(parts)})"
     return text if len(text) <= _CALL_SHOWN else f"{text[: _CALL_SHOWN - 4]} ..."
 
 

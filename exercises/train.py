@@ -52,7 +52,7 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     from minidist.tools.launch.start import choose_default_ranks, start
     from minidist.tools.launch.torchrun import is_first_rank, is_under_torchrun, read_world_size
 
-    passed = _passed(catalogue, work, only)
+    passed = passed_pieces(catalogue, work, only)
     config, ranks = parse_train_options(argv)
     size = read_world_size() if is_under_torchrun() else ranks or choose_default_ranks(config)
     same = [exercise for exercise in passed if work.is_unchanged_since_pass(exercise)]
@@ -63,7 +63,7 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     ]
     config, _ = parse_train_options(argv, default_options=[word for choice in choices for word in choice.options])
     for choice in choices:
-        if not choice.left_out and (conflict := _conflicting_option(choice, config, size)):
+        if not choice.left_out and (conflict := conflicting_option(choice, config, size)):
             choice.left_out, choice.options = f"your options conflict with {conflict}, which calls this piece", ()
     used = [read_piece(choice.exercise, work) for choice in choices if not choice.left_out]
     choices_text = "\n".join(_format_choice(choice) for choice in choices)
@@ -78,7 +78,7 @@ def choose_pieces(passed: Sequence[Exercise], ranks: int) -> list[PieceChoice]:
     """Choose the pieces that one run can use; of two with conflicting options, the later one."""
     choices, taken = [], {}
     for exercise in reversed(passed):
-        if exercise.route.startswith(_NONE):
+        if not has_route(exercise):
             choices.append(PieceChoice(exercise, left_out=exercise.route.removeprefix(_NONE)))
             continue
         wanted = route_options(exercise, ranks, {name: values for name, (values, _) in taken.items()})
@@ -119,6 +119,11 @@ def _route(exercise: Exercise, ranks: int) -> dict[str, list[list[str]]]:
         else:
             options[name].append(word.split("|"))
     return options
+
+
+def has_route(exercise: Exercise) -> bool:
+    """Whether some options make a training run call the piece."""
+    return bool(exercise.route) and not exercise.route.startswith(_NONE)
 
 
 def read_piece(exercise: Exercise, work: Work) -> LearnerPiece:
@@ -178,7 +183,8 @@ def _format_choice(choice: PieceChoice) -> str:
     return f"{'left out' if choice.left_out else 'yours':<9}{choice.exercise.name:<22}{how}"
 
 
-def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exercise]:
+def passed_pieces(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exercise]:
+    """Return the passed pieces, those named in `only` if any are. Raises UserError if there is none."""
     for name in only:
         if catalogue[name].kind != "piece":
             raise UserError(f"{name} is an exercise of kind {catalogue[name].kind}, not a piece of the trainer")
@@ -192,13 +198,11 @@ def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exerc
         and work.entry(exercise).get("passed")
     ]
     if not passed:
-        raise UserError(
-            "you have passed no piece yet, so there is nothing to train with; python -m exercises list shows all"
-        )
+        raise UserError("you have passed no piece yet, so there is nothing to run; python -m exercises list shows all")
     return passed
 
 
-def _conflicting_option(choice: PieceChoice, config: Any, ranks: int) -> str:
+def conflicting_option(choice: PieceChoice, config: Any, ranks: int) -> str:
     """Return the first option of a piece that the configuration overrides; "" if none."""
     for name, values in _route(choice.exercise, ranks).items():
         value = config

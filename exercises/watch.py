@@ -81,7 +81,9 @@ class Watcher:
         self._show(f"{text}\nsave {self._work.file(exercise)} to check it; Ctrl-C ends")
 
     def _unsolved(self) -> Exercise | None:
-        return next((exercise for exercise in self._catalogue.values() if not self._passed(exercise)), None)
+        """Return the first exercise that is not passed; optional ones come last."""
+        left = [exercise for exercise in self._catalogue.values() if not self._passed(exercise)]
+        return min(left, key=lambda exercise: exercise.optional, default=None)
 
     def _passed(self, exercise: Exercise) -> bool:
         return bool(self._work.entry(exercise).get("passed"))

@@ -175,20 +175,22 @@ class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
     """auto: nccl for one rank per GPU, else shm on Linux and gloo elsewhere. shm: shared memory between the ranks of
     one machine; it falls back to gloo, with a note, if the ranks are on several machines."""
-    gradients: Literal["bucketed", "naive"] = "bucketed"
-    """bucketed: reduce gradients in buckets, overlapped with backward. naive: one all-reduce per parameter after
-    backward."""
+    gradients: Literal["bucketed", "flat", "naive"] = "bucketed"
+    """bucketed: reduce gradients in buckets, overlapped with backward. flat: one all-reduce of one flat buffer after
+    backward. naive: one all-reduce per parameter after backward."""
     algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"
-    """All-reduce algorithm for gradients. backend: the library's own. The others are built on send and receive
-    (minidist/comm/algorithms) and run after backward."""
+    """All-reduce algorithm for gradients: `backend` is the communication library's own. All others are built on send
+    and receive (minidist/comm/algorithms) and run after backward; with `naive`, every rank sends its gradients to all
+    other ranks."""
     bucket_mib: float = 25.0
     """Largest gradient bucket in MiB (2**20 bytes). Without ZeRO the first bucket is at most 1 MiB, so that the first
     all-reduce starts early."""
     timeout_s: float = 600.0
     """Abort the run if one operation takes longer than this, in seconds."""
     hang_limit_s: float | None = None
-    """Kill a rank that others have waited for this long, in seconds, while it is stopped or goes on computing: the run
-    then recovers or ends as after any death. When not given, nine tenths of timeout-s."""
+    """If other ranks have waited this many seconds for a rank that is suspended or still computing (not itself
+    waiting), kill that rank. The run then recovers or ends, as after the death of any rank. Default: nine tenths of
+    comm.timeout-s."""
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,9 @@ class FaultConfig:
     that are left, as long as they fill the mesh."""
     memory_every: int = 10
     """Live recovery: every this many steps, each rank copies its shards to its host memory and to another rank's (in
-    another node or replica). A death loses at most these steps. Only ZeRO, and layouts with one replica, need copies:
-    otherwise the other replica has the state of the last step. 0: no copies; what is lost comes from a checkpoint."""
+    another node or replica). A death loses at most these steps. Only ZeRO, layouts with one replica and replicas that
+    differ (local, diloco, gossip) need copies: otherwise another replica has the state of the last step. 0: no copies;
+    what is lost comes from a checkpoint."""
     inject: str | None = None
     """One fault, such as "kill rank 1 at step 3 in update". Kinds: kill (SIGKILL), stop (SIGSTOP), slow, nan (in a
     gradient), flip (a bit of a parameter), full (disk). Phases: forward, backward, reduce, agree, update, gather; of a
@@ -359,6 +362,9 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    engine: Literal["fast", "simple"] = "fast"
+    """fast: the full implementations. simple: the short ones that the chapters build (the `simple.py` files); settings
+    that they cannot run are refused."""
     recompute: Literal["none", "block", "selective"] = "none"
     """Activation recomputation (checkpointing). block: recompute each layer in backward from its input. selective: only
     the core of attention."""

@@ -13,14 +13,18 @@ from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
 from minidist.consistency.central import CentralReducer
 from minidist.consistency.merge import ReplicaMerger
-from minidist.parallel.context.split import apply_context_parallel
+from minidist.parallel.context import simple as simple_context
+from minidist.parallel.context import split as fast_context
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parallel.data.replicate import broadcast_model, make_reducer
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
+from minidist.parallel.pipeline.simple import SimplePipelineExecutor
 from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
-from minidist.parallel.tensor.split import ParamShard, apply_tensor_parallel
+from minidist.parallel.tensor import simple as simple_tensor
+from minidist.parallel.tensor import split as fast_tensor
+from minidist.parallel.tensor.split import ParamShard
 from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters
 from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import Policy, resolve_policy
@@ -36,6 +40,8 @@ from minidist.process_groups import (
 )
 from minidist.recompute import apply_recomputation
 from minidist.zero.build import ZeroReducerBuilder
+from minidist.zero.plan import block_index
+from minidist.zero.simple import ZeroStage1, ZeroStage2, ZeroStage3
 
 __all__ = [
     "DEFAULT_GROUP_SPECS",
@@ -61,7 +67,7 @@ class ParallelModel:
     model: nn.Module
     specs: dict[str, ParamSpec]
     reducer: GradientReducer
-    pipeline: PipelineExecutor | None = None
+    pipeline: PipelineExecutor | SimplePipelineExecutor | None = None
     parts: Sequence[range] = ()
     cp_attention: str = "ring"
     sequence_parallel: bool = False
@@ -101,10 +107,11 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         if config.model.tie_embeddings and EMBEDDING in used_by:
             stages[EMBEDDING] = first_and_last_stages(schedule)
     held = {name: ParamShard(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
+    tensor, context = (simple_tensor, simple_context) if config.engine == "simple" else (fast_tensor, fast_context)
     if mesh.tp > 1:
-        held = apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
+        held = tensor.apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
-        apply_context_parallel(model, groups["context"], config.parallel.context)
+        context.apply_context_parallel(model, groups["context"], config.parallel.context)
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
@@ -122,7 +129,8 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = PipelineExecutor(schedule, between, reducer, named_parameters(model), used_by, shared)
+        executor = SimplePipelineExecutor if config.engine == "simple" else PipelineExecutor
+        pipeline = executor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
     merger = ReplicaMerger(config, reducer, groups) if config.consistency.merges_replicas else None
@@ -152,14 +160,28 @@ def _reducer(
     reduction_groups = [
         with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
     ]
+    if config.engine == "simple" and config.zero.stage:
+        return _simple_zero(model, config.zero.stage, groups["grads"])
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
         if config.consistency.mode == "central":
             return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
         if config.consistency.is_asynchronous:
             return AsynchronousReducer(parameters, specs, groups, config)
-        return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
+        return make_reducer(config.engine, comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
+
+
+def _simple_zero(model: nn.Module, stage: int, group: Group) -> ZeroStage1:
+    """Return the simple reducer of a ZeRO stage, 1 to 3; the parameters of the Transformer `model` become views.
+
+    group: the ranks over which the flat parameters are sharded.
+    """
+    names: dict[int, list[str]] = {index: [] for index in range(len(model.model.layers))}
+    for name in named_parameters(model):
+        names.setdefault(block_index(name), []).append(name)
+    blocks = {layer: names[index] for index, layer in enumerate(model.model.layers)}
+    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, blocks, group)
 
 
 def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:

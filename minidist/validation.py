@@ -53,6 +53,7 @@ def validate(config: Config, world_size: int) -> Mesh:
         _validate_compile(config, mesh)
         _validate_consistency(config, mesh)
         _validate_zero(config, mesh)
+        _validate_engine(config, mesh)
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
             config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence_parallel=how.sequence
@@ -270,10 +271,15 @@ def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
 def _validate_consistency(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the mode of consistency does not work with the mesh or with the other options."""
     how, steps = config.consistency, config.train.steps
-    if how.mode != "synchronous" and config.fault.live_recovery:
+    if how.is_asynchronous and config.fault.live_recovery:
         raise UserError(
-            f"fault.live-recovery replaces ranks from replicas that are equal, and consistency.mode is {how.mode}: "
-            "leave --fault.live-recovery out; a run resumes from its last checkpoint."
+            f"fault.live-recovery repeats the step that a death has interrupted, and in consistency.mode {how.mode} "
+            "ranks have no step in common: leave --fault.live-recovery out; a run resumes from its last checkpoint."
+        )
+    if how.merges_replicas and config.fault.live_recovery and not config.fault.memory_every:
+        raise UserError(
+            f"fault.live-recovery takes the state of a dead replica from copies in memory when consistency.mode is "
+            f"{how.mode}, and fault.memory-every is 0: give --fault.memory-every {how.h}."
         )
     if how.mode == "central" or how.is_asynchronous:
         _validate_server(config, mesh)
@@ -317,7 +323,7 @@ def _validate_server(config: Config, mesh: Mesh) -> None:
             f"precision.policy {config.precision.policy} do not fit. Give --mesh.dp {mesh.world_size} alone and "
             f"--precision.policy fp32; --zero.stage 1 in place of {mode} makes every rank the server of a shard."
         )
-    if config.comm.algorithm != "backend" or config.comm.gradients == "naive":
+    if config.comm.algorithm != "backend" or config.comm.gradients != "bucketed":
         raise UserError(
             f"consistency.mode {mode} sends gradients to one rank, without an all-reduce or its order: leave "
             "--comm.algorithm and --comm.gradients out."
@@ -341,10 +347,10 @@ def _validate_zero(config: Config, mesh: Mesh) -> None:
             f"comm.algorithm is {config.comm.algorithm}, an all-reduce, and zero.stage {zero.stage} reduces gradients "
             "by reduce-scatter. Leave --comm.algorithm out, or give --zero.stage 0."
         )
-    if config.comm.gradients == "naive" and (zero.stage or not policy.uniform):
+    if config.comm.gradients != "bucketed" and (zero.stage or not policy.uniform):
         raise UserError(
-            f"comm.gradients is naive, which needs zero.stage 0 (given: {zero.stage}) and one dtype for all tensors "
-            f"(given: precision.policy {config.precision.policy}). Leave --comm.gradients out."
+            f"comm.gradients is {config.comm.gradients}, which needs zero.stage 0 (given: {zero.stage}) and one dtype "
+            f"for all tensors (given: precision.policy {config.precision.policy}). Leave --comm.gradients out."
         )
 
 
@@ -365,6 +371,59 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
             f"zero.shard is {shard}: {ranks} cannot be divided into groups of {shard} that hold complete sequences. "
             f"Possible: --zero.shard {' or '.join(map(str, possible))}."
         )
+
+
+# -- simple versions --------------------------------------------------------------------------------------------------
+
+
+def _validate_engine(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the simple versions are chosen and cannot run this mesh or these options."""
+    if config.engine == "fast":
+        return
+    mode, policy, zero = config.consistency.mode, config.precision.policy, config.zero
+    with_zero = f"with zero.stage {zero.stage}"
+    restrictions = (  # whether the simple versions can run it, what was given, the change to make
+        (
+            mesh.pp == 1 or config.parallel.schedule in ("gpipe", "1f1b"),
+            f"parallel.schedule {config.parallel.schedule}",
+            "--parallel.schedule 1f1b or gpipe",
+        ),
+        (mesh.pp == 1 or mesh.tp == 1, f"mesh.pp {mesh.pp} with mesh.tp {mesh.tp}", "--mesh.tp 1"),
+        (
+            mesh.tp == 1 or not config.parallel.sequence or config.model.dropout == 0,
+            f"model.dropout {config.model.dropout} with parallel.sequence",
+            "--model.dropout 0",
+        ),
+        (
+            mesh.tp * mesh.cp == 1 or not config.compile,
+            f"compile with mesh.tp {mesh.tp} and mesh.cp {mesh.cp}",
+            "--no-compile",
+        ),
+        (
+            not zero.stage or mesh.dp == mesh.world_size,
+            f"mesh {mesh} {with_zero}",
+            f"--mesh.dp {mesh.world_size} alone",
+        ),
+        (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
+        (not zero.keep_gradients, "zero.keep-gradients true", "--no-zero.keep-gradients"),
+        (not zero.stage or config.optim.kind != "muon", f"optim.kind muon {with_zero}", "--optim.kind adamw"),
+        (
+            not zero.stage or not config.fault.live_recovery,
+            f"fault.live-recovery true {with_zero}",
+            "--no-fault.live-recovery",
+        ),
+        (not zero.stage or config.memory.file is None, f"memory.file {with_zero}", "no --memory"),
+        (not config.zero.offload, "zero.offload true", "--no-zero.offload"),
+        (
+            resolve_policy(config.precision).uniform,
+            f"tensors of different dtypes (precision.policy {policy})",
+            "--precision.policy fp32 alone",
+        ),
+        (mode == "synchronous", f"consistency.mode {mode}", "--consistency.mode synchronous"),
+    )
+    for is_possible, given, change in restrictions:
+        if not is_possible:
+            raise UserError(f"engine is simple, which cannot run {given}: give {change}, or --engine fast.")
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

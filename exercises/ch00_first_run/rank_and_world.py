@@ -1,7 +1,23 @@
 """Read a process's rank from its environment.
 
-Write the missing lines of rank_and_world; its docstring specifies the result.
-You may call: read_integer, RankEnvironment, UserError.
+torchrun starts the same program once per rank and tells each process its number in environment variables. Read them,
+and refuse values that contradict each other before the first connection, where they would only hang.
+
+environ: the environment variables, texts by name. Returns a RankEnvironment(rank, size, local_rank, local_size,
+node_rank) of integers, from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK. LOCAL_RANK,
+LOCAL_WORLD_SIZE and GROUP_RANK may be missing: then all ranks are on one machine, and the node rank is 0.
+Example: {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"} gives
+    RankEnvironment(5, 8, 1, 4, 1); {"RANK": "1", "WORLD_SIZE": "2"} gives RankEnvironment(1, 2, 1, 2, 0).
+
+Checked: the numbers of all ranks on one machine and on several, with as many or fewer ranks on each; and that
+UserError is raised, with the variable in the message, if RANK or WORLD_SIZE is missing, a value is not a whole
+number, a rank is not below its size, or one machine would have more ranks than the job.
+
+You may call:
+    read_integer(environ, name)   a variable as a non-negative integer; UserError if it is missing or no such number
+    read_integer(environ, name, default)   the same, but `default` if the variable is missing
+    RankEnvironment(rank, size, local_rank, local_size, node_rank), UserError(message)
+
 Check it with: python -m exercises check rank_and_world
 
 Stub a75b9f24.

@@ -93,6 +93,8 @@ def refuses_missing_and_invalid_variables(answer):
     expect_refusal(answer, "RANK", RANK="first", WORLD_SIZE="2")
     expect_refusal(answer, "RANK", RANK="-1", WORLD_SIZE="2")
     expect_refusal(answer, "LOCAL_WORLD_SIZE", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1.5")
+    expect_refusal(answer, "LOCAL_RANK", RANK="0", WORLD_SIZE="2", LOCAL_RANK="", LOCAL_WORLD_SIZE="2")
+    expect_refusal(answer, "GROUP_RANK", RANK="0", WORLD_SIZE="2", GROUP_RANK="first")
 
 
 @test(points=2)

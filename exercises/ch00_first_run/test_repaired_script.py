@@ -1,7 +1,5 @@
 """Tests of repaired_script: the reference trains on one process, from explicit formulas in float64."""
 
-import inspect
-import linecache
 import math
 import runpy
 from typing import NamedTuple
@@ -11,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from exercises.observations import DeviceMoveTracker
-from exercises.testing import Wrong, expect, test
+from exercises.testing import Wrong, expect, learner_file, learner_globals, test
 
 SHAPES = ((20, 10), (20,), (1, 20), (1,))
 EVEN, UNEVEN = (16, 8), (11, 5)  # samples, batch size; 8 divides by 1, 2 and 4 ranks, the last batch of 11 has 1
@@ -73,12 +71,14 @@ def one_process(sizes, epochs, seed=0):
 class Run(NamedTuple):
     """The results of one call of main: how often each sample was read, and the returned parameters.
 
-    sent: bytes that this rank sent. joined, ended: whether main initialized and destroyed the process group.
+    rows: samples that this rank passed through the model. sent: bytes that this rank sent. joined, ended: whether main
+    initialized and destroyed the process group.
     """
 
     reads: list
     parameters: list
     steps: int
+    rows: int
     sent: int
     joined: bool
     ended: bool
@@ -90,15 +90,16 @@ RUNS = {}  # several tests use one run
 def trained(answer, run, sizes, epochs, seed=0):
     """Run main from start(seed), or return the stored run; sizes: number of samples, batch size."""
     if (sizes, epochs, seed) not in RUNS:
-        steps, data = [], Samples(sizes[0])
+        steps, rows, data, replica = [], [], Samples(sizes[0]), model_of(answer, seed)
         hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
-        model = run(answer.main, data, model_of(answer, seed), epochs=epochs, batch_size=sizes[1])
+        replica.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0].numel() // 10))
+        model = run(answer.main, data, replica, epochs=epochs, batch_size=sizes[1])
         hook.remove()
         if not isinstance(model, torch.nn.Module):
             raise Wrong("type", "main must return the trained model", "a Network", type(model).__name__)
         parameters = [parameter.detach().tolist() for parameter in model.parameters()]
         sent = sum(record.wire_bytes for record in run.records)
-        RUNS[sizes, epochs, seed] = Run(data.reads, parameters, len(steps), sent, run.joined, run.ended)
+        RUNS[sizes, epochs, seed] = Run(data.reads, parameters, len(steps), sum(rows), sent, run.joined, run.ended)
     return RUNS[sizes, epochs, seed]
 
 
@@ -148,7 +149,7 @@ def uses_device_and_backend(answer, world, run):
         model.register_forward_pre_hook(looks)
         with (
             DeviceMoveTracker() as moved,
-            mock.patch.dict(inspect.unwrap(answer.main).__globals__, device_and_backend=chosen),
+            mock.patch.dict(learner_globals(answer), device_and_backend=chosen),
         ):
             run(answer.main, Samples(EVEN[0]), model, epochs=1, batch_size=EVEN[1])
         case = f"2 ranks on {run.machines} machine{'s' * (run.machines > 1)}"
@@ -162,10 +163,11 @@ def uses_device_and_backend(answer, world, run):
 
 @test(points=3, ranks=(1, 2, 4))
 def each_sample_once_per_epoch(answer, world, run):
-    """The ranks together read every sample once per epoch, and share the work evenly."""
+    """The ranks together read every sample once per epoch, and divide reading and computing evenly."""
     for sizes, epochs in ((EVEN, 1), (UNEVEN, 2)):
         case = describe_case(sizes, epochs)
         reads = run.gather(trained(answer, run, sizes, epochs).reads)
+        rows = run.gather(trained(answer, run, sizes, epochs).rows)
         total = [sum(each) for each in zip(*reads, strict=True)]
         expect("reads of each sample, summed over the ranks", total, [epochs] * sizes[0], case=case)
         most = epochs * math.ceil(sizes[0] / sizes[1]) * math.ceil(sizes[1] / world.size)
@@ -173,6 +175,8 @@ def each_sample_once_per_epoch(answer, world, run):
         expect(
             f"samples read by each rank (at most {most})", by_rank, [min(count, most) for count in by_rank], case=case
         )
+        what = f"samples that each rank passes through its model (at most {most})"
+        expect(what, rows, [min(count, most) for count in rows], case=case)
 
 
 @test(points=3, ranks=(1, 2, 4))
@@ -203,9 +207,9 @@ def one_step_per_batch(answer, run):
     expect("steps of the optimizer", trained(answer, run, EVEN, 1).steps, steps, case=describe_case(EVEN, 1))
 
 
-@test(points=1, ranks=(1,))
+@test(points=1, ranks=(1, 2))
 def destroys_its_process_group(answer, run):
-    """main destroys the process group before it returns."""
+    """main destroys the process group on every rank before it returns."""
     expect("whether main destroyed the process group", trained(answer, run, EVEN, 1).ended, True, case="main(...)")
 
 
@@ -219,11 +223,14 @@ def nothing_more_is_sent(answer, world, run):
     most = (steps + 1) * full + 1000
     case = f"{describe_case(EVEN, 1)}: {steps} steps and the start"
     expect(f"at most {most} bytes sent by both ranks together (counted: {sent})", sent <= most, True, case=case)
+    added = sum(run.gather(trained(answer, run, EVEN, 3).sent)) - sent
+    most = 2 * steps * full + 1000
+    case = f"{describe_case(EVEN, 3)}, compared with one epoch: {2 * steps} more steps"
+    expect(f"at most {most} more bytes, those of the gradients (counted: {added})", added <= most, True, case=case)
 
 
 @test(points=1)
 def runs_as_a_program(answer, run):
     """The file runs to its end when torchrun starts it."""
-    linecache.getlines(__file__)  # torch reads the source lines of all callers, but an answer may not open this file
-    run(runpy.run_path, inspect.unwrap(answer.main).__code__.co_filename, run_name="__main__")
+    run(runpy.run_path, learner_file(answer), run_name="__main__")
     expect("whether the program called init_process_group", run.joined, True, case="torchrun ... THIS_FILE")

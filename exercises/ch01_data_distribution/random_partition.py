@@ -1,7 +1,21 @@
 """Blocks of a shared random permutation.
 
-Write the missing lines of random_partition; its docstring specifies the result.
-You may call: block_partition, permutation, numpy.random.default_rng.
+Give each rank a block of one shuffled order of all samples. All ranks must shuffle in the same way without
+communication, and differently in each epoch.
+
+Returns an int64 array, (size,). Sizes are those of block_partition. The order depends on seed and epoch only: not on
+the number of ranks, on earlier calls, or on random numbers drawn elsewhere.
+Example: if the order of 5 samples is 3, 0, 4, 1, 2, then rank 0 of 2 has [3, 0, 4] and rank 1 has [1, 2].
+
+Checked: that every sample belongs to exactly one rank, also where ranks have drawn different random numbers before;
+that two calls agree; that epochs and seeds differ and shuffle well; that numpy's global generator keeps its state;
+that arguments that make no sense raise ValueError.
+
+You may call:
+    block_partition(n, world_size, rank)   positions of this rank's block in 0 .. n-1, (size,); checks its arguments
+    permutation(n, seed, epoch)   a permutation of 0 .. n-1, (n,) int64, that depends on its arguments only
+    numpy.random.default_rng(seed)   a generator of its own
+
 Check it with: python -m exercises check random_partition
 
 Stub 893090bf.

@@ -1,7 +1,16 @@
 """Every world_size-th sample.
 
-Write the missing lines of strided_partition; its docstring specifies the result.
-You may call: range, numpy.arange.
+Give rank r of world_size the samples r, r + world_size, r + 2 world_size and so on, below n.
+
+Returns an int64 array, (size,), in increasing order.
+Example: 7 samples on 3 ranks are [0, 3, 6], [1, 4] and [2, 5]; 2 samples on 3 ranks are [0], [1] and [].
+
+Checked: that no sample is dropped or repeated, whether or not world_size divides n; empty results; that arguments
+that make no sense raise ValueError, which the given first line does.
+
+You may call:
+    numpy.arange(start, stop, step, dtype=numpy.int64)
+
 Check it with: python -m exercises check strided_partition
 
 Stub e6333dc2.

@@ -1,11 +1,12 @@
-"""Tests of accumulation: a reducer that records its calls; the reference is autograd in one process."""
+"""Tests of accumulation: a reducer that records its calls, and a real one; the reference is autograd in one process."""
 
 import torch
 from torch import nn
 
 from exercises.testing import expect, test
 from minidist.comm import all_reduce
-from minidist.parameters import named_parameters
+from minidist.parallel.data.simple import FlatReducer
+from minidist.parameters import named_parameters, replicated_specs
 
 
 class Notes:
@@ -76,6 +77,16 @@ def one_micro_batch(answer, world, network):
         expect(f"the reducer's calls for {name}", calls, ["add", "ready"])
         expect(f"the gradient of {name} that was added", reducer.sums[name], expected[name])
     expect("the parameters whose gradients were added", sorted(reducer.sums), ["rare", "weight"])
+    model, reducer = Net(), Notes(network.group)
+    answer.register_gradient_hooks(named_parameters(model), reducer, lambda: True)
+    for step, x in enumerate((data(world.rank, 0), data(world.rank, 1), torch.zeros(2, 3, dtype=torch.float64))):
+        reducer.calls.clear()
+        reducer.sums.clear()
+        model(x, True).backward()
+        calls = sorted((name, kind) for kind, name in reducer.calls)
+        wanted = [("rare", "add"), ("rare", "ready"), ("weight", "add"), ("weight", "ready")]
+        case = "all gradients are zero" if step == 2 else ""
+        expect(f"the reducer's calls in step {step + 1}", calls, wanted, case=case)
 
 
 @test(points=3, ranks=(2,))
@@ -129,3 +140,32 @@ def grad_is_none_after_backward(answer, world, network):
     before = len(reducer.calls)
     model(data(0, 0), True).backward()
     expect("calls of the reducer after the hooks were removed", len(reducer.calls) - before, 0)
+
+
+@test(points=4, ranks=(1, 2, 3))
+def several_steps_of_a_real_reducer(answer, world, network):
+    """Steps of 2, 1 and 3 micro-batches: the gradients of one process, and in every step the same number of bytes."""
+    model, other, last, sent = Net(), Net(), False, []
+    specs = replicated_specs(model, network.group.ranks)
+    reducer = FlatReducer(named_parameters(model), specs, [network.group])
+    answer.register_gradient_hooks(named_parameters(model), reducer, lambda: last)
+    records = Notes(network.group)
+    answer.register_gradient_hooks(named_parameters(other), records, lambda: False)
+    for step, count in enumerate((2, 1, 3)):
+        before = len(network.records)
+        rare = [index == step for index in range(count)]  # in one micro-batch of steps 1 and 3
+        for index, uses in enumerate(rare):
+            last = index == count - 1
+            other(data(0, 0)).backward()
+            model(data(world.rank, index), uses).backward()
+        reducer.finish_reductions()
+        sent.append(sum(record.payload_bytes for record in network.records[before:]))
+        expected = reference(range(world.size), rare)
+        for name in ("weight", "rare", "never", "frozen"):
+            grad = dict(model.named_parameters())[name].grad
+            got = None if grad is None else grad.tolist()
+            expect(f"the gradient of {name} in step {step + 1}", got, expected[name], case=f"{count} micro-batches")
+        reducer.clear_gradients()
+    expect("bytes reduced in each step", sent, sent[:1] * 3)
+    alone = (6 * torch.tensor(reference([0], [False])["weight"], dtype=torch.float64)).tolist()
+    expect("the sum of a second model's gradients, over 6 micro-batches", records.sums["weight"], alone)

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-from exercises.testing import expect, test
+from exercises.conditions import check_conditions
+from exercises.reducer_run import declare_reducer, grad_of, local_gradient
+from exercises.testing import CONDITION_RANKS, expect, expect_raises, test
 from minidist.parameters import named_parameters, replicated_specs
 
 SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
@@ -14,18 +16,13 @@ class Net(nn.Module):
 
     def __init__(self, rank, dtype):
         super().__init__()
-        for name, shape in {**SHAPES, "rare": (2,), "never": (2,)}.items():
+        for name, shape in {"rare": (2,), **SHAPES, "never": (2,), "frozen": (2,)}.items():
             setattr(self, name, nn.Parameter(torch.full(shape, 0.5 + rank, dtype=dtype)))
+        self.frozen.requires_grad_(False)
 
 
 def gradient(name, rank, step=0, dtype=torch.float32):
-    """Return the local gradient of one rank: values that differ by rank, parameter, element and step.
-
-    They are whole in float32; in float64 they have a part that float32 has no room for.
-    """
-    shape = SHAPES[name]
-    numbers = torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
-    return numbers + 10 * rank + 100 * step + len(name) + (2.0**-40 if dtype == torch.float64 else 0)
+    return local_gradient(name, SHAPES[name], rank, step, dtype)
 
 
 def reducer_of(answer, world, network, dtype=torch.float32):
@@ -36,8 +33,8 @@ def reducer_of(answer, world, network, dtype=torch.float32):
 
 
 def run_step(reducer, world, step=0, dtype=torch.float32):
-    """Add this rank's gradients and call finish_reductions()."""
-    for name in SHAPES:
+    """Add this rank's gradients, in another order on every other rank, and call finish_reductions()."""
+    for name in reversed(SHAPES) if world.rank % 2 else SHAPES:
         reducer.accumulate(name, gradient(name, world.rank, step, dtype))
         reducer.mark_ready(name)
     reducer.finish_reductions()
@@ -48,12 +45,7 @@ def total(name, world, step=0, dtype=torch.float32):
     return sum(gradient(name, rank, step, dtype) for rank in range(world.size))
 
 
-def grad_of(parameters, name):
-    """Return the gradient as nested lists, or None."""
-    return None if parameters[name].grad is None else parameters[name].grad.tolist()
-
-
-@test(points=4, ranks=(1, 4))
+@test(points=3, ranks=(1, 3, 4))
 def sums_over_ranks(answer, world, network):
     """After finish_reductions() every rank has the sum of all ranks' gradients, in the dtype of the parameter."""
     for dtype in (torch.float32, torch.float64):
@@ -65,47 +57,109 @@ def sums_over_ranks(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def steps_are_independent(answer, world, network):
-    """The gradient of the second step does not contain that of the first."""
+def micro_batches_add_up(answer, world, network):
+    """A gradient that comes in several parts, of which rank 0 has more than rank 1, is the sum of all of them."""
     reducer, parameters = reducer_of(answer, world, network)
-    for step in range(2):
-        run_step(reducer, world, step)
+    parts = {rank: 3 - rank for rank in range(world.size)}
     for name in SHAPES:
-        expected = total(name, world, 1).tolist()
-        expect(f"the gradient of {name} in step 2", grad_of(parameters, name), expected)
+        for part in range(parts[world.rank]):
+            reducer.accumulate(name, gradient(name, world.rank, part))
+        reducer.mark_ready(name)
+    reducer.finish_reductions()
+    for name in SHAPES:
+        expected = sum(gradient(name, rank, part) for rank, count in parts.items() for part in range(count))
+        expect(f"the gradient of {name}, of 3 and 2 micro-batches", grad_of(parameters, name), expected.tolist())
+
+
+@test(points=2, ranks=(2,))
+def steps_are_independent(answer, world, network):
+    """A step contains nothing of the steps before it: not of a complete one, an aborted one, or another reducer's."""
+    reducer, parameters = reducer_of(answer, world, network)
+    other, others_parameters = reducer_of(answer, world, network)
+    for step in range(3):
+        if step == 1:  # aborted before finish_reductions()
+            reducer.accumulate("weight", gradient("weight", world.rank))
+            other.accumulate("weight", gradient("weight", world.rank, 7))
+        else:
+            run_step(reducer, world, step)
+            for name in SHAPES:
+                what = f"the gradient of {name} in step {step + 1}"
+                expect(what, grad_of(parameters, name), total(name, world, step).tolist())
+        reducer.clear_gradients()
+        left = [name for name in parameters if parameters[name].grad is not None]
+        expect("parameters with a .grad after clear_gradients()", left, [])
+    other.finish_reductions()
+    expected = total("weight", world, 7).tolist()
+    expect("the gradient of a second reducer's weight", grad_of(others_parameters, "weight"), expected)
 
 
 @test(points=3, ranks=(2,))
 def unused_parameters(answer, world, network):
-    """A parameter that one rank used gets its gradient on all ranks; one that no rank used keeps None."""
+    """A parameter that one rank used gets its gradient on all ranks, also zeros; one that no rank used keeps None."""
     reducer, parameters = reducer_of(answer, world, network)
-    if world.rank == world.size - 1:
-        reducer.accumulate("rare", torch.tensor([3.0, 4.0]))
+    for step, values in enumerate(([3.0, 4.0], [0.0, 0.0], [5.0, 6.0])):
+        user = (world.size - 1 + step) % world.size  # another rank in each step
+        if world.rank == user:
+            reducer.accumulate("rare", torch.tensor(values))
+        run_step(reducer, world, step)
+        what = f"the gradient of a parameter that only rank {user} used, in step {step + 1}"
+        expect(what, grad_of(parameters, "rare"), values)
+        expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
+        reducer.clear_gradients()
     run_step(reducer, world)
-    expect("the gradient of a parameter that only the last rank used", grad_of(parameters, "rare"), [3.0, 4.0])
-    expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
+    expect("the gradient of a parameter used in earlier steps only", grad_of(parameters, "rare"), None)
+
+
+@test(points=1)
+def gradients_after_ready_are_refused(answer, world, network):
+    """accumulate() raises RuntimeError after mark_ready() of the same parameter, until clear_gradients()."""
+    reducer, parameters = reducer_of(answer, world, network)
+    for _ in range(2):
+        reducer.accumulate("bias", gradient("bias", 0))
+        reducer.mark_ready("bias")
+        reducer.accumulate("weight", gradient("weight", 0))
+        expect_raises(RuntimeError, reducer.accumulate, "bias", gradient("bias", 0))
+        reducer.clear_gradients()
 
 
 @test(points=2, ranks=(2,))
 def parameters_are_not_changed(answer, world, network):
-    """The reducer changes gradients, never parameters."""
+    """The reducer changes gradients, never parameters, and those of no frozen parameter."""
     reducer, parameters = reducer_of(answer, world, network)
     run_step(reducer, world)
     for name, shape in SHAPES.items():
         expect(f"the gradient of {name}", grad_of(parameters, name), total(name, world).tolist())
         expect(f"the parameter {name}", parameters[name], torch.full(shape, 0.5 + world.rank))
+    expect("the gradient of a frozen parameter", grad_of(parameters, "frozen"), None)
 
 
 @test(points=3, ranks=(2,))
 def nothing_more_is_sent(answer, world, network):
     """Each gradient is all-reduced once, with at most one more message of 16 bytes or less per parameter."""
     reducer, parameters = reducer_of(answer, world, network)
+    reducer.accumulate("weight", gradient("weight", world.rank))
+    expect("messages before finish_reductions()", len(network.records), 0)
+    reducer.clear_gradients()
     run_step(reducer, world)
     names = sorted({record.name for record in network.records})
     expect("the operations sent", names, ["all_reduce"])
     payload = sum(record.payload_bytes for record in network.records)
-    least = sum(parameter.numel() * 4 for parameter in parameters.values())
-    most = least + 16 * len(parameters)
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    least = sum(parameters[name].numel() * 4 for name in SHAPES)  # nothing need be sent of an unused parameter
+    most = sum(parameter.numel() * 4 for parameter in trainable) + 16 * len(trainable)
     expect(f"between {least} and {most} bytes reduced (counted: {payload})", least <= payload <= most, True)
-    count, enough = len(network.records), 2 * len(parameters)
-    expect(f"at most {enough} messages for {len(parameters)} parameters (counted: {count})", count <= enough, True)
+    count, enough = len(network.records), 2 * len(trainable)
+    expect(f"at most {enough} messages for {len(trainable)} parameters (counted: {count})", count <= enough, True)
+
+
+def make_reducer(answer, parameters, specs, groups):
+    return answer.NaiveReducer(parameters, specs, groups)
+
+
+DECLARATION = declare_reducer(make_reducer)
+
+
+@test(points=2, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any floating dtype and size, NaN and infinities, and a group of only some ranks."""
+    check_conditions(DECLARATION, answer, world, network)

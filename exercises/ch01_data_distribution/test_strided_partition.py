@@ -1,5 +1,7 @@
 """Tests of strided_partition: the reference deals samples out one by one."""
 
+from exercises.conditions import check_conditions
+from exercises.partition_run import declare_partition
 from exercises.testing import expect, expect_raises, index_list, test
 
 CASES = [(n, world_size) for n in range(12) for world_size in range(1, 7)] + [(100, 7), (3, 40), (1000, 16)]
@@ -49,3 +51,25 @@ def refuses_impossible_input(answer):
     expect("the samples for valid arguments", index_list(answer.strided_partition(5, 2, 1)), [1, 3])
     for n, world_size, rank in [(5, 2, 2), (5, 2, -1), (5, 0, 0), (-1, 2, 0)]:
         expect_raises(ValueError, answer.strided_partition, n, world_size, rank)
+
+
+def indices_of(n, world_size, rank):
+    return dealt(n, world_size)[rank]
+
+
+ARGUMENTS = {
+    "7 samples, rank 1 of 3": (7, 3, 1),
+    "no sample": (0, 2, 1),
+    "fewer samples than ranks": (2, 5, 4),
+    "one rank": (4, 1, 0),
+    "20,011 samples, rank 6 of 7": (20_011, 7, 6),
+}
+DECLARATION = declare_partition(
+    lambda answer, n, world_size, rank: answer.strided_partition(n, world_size, rank), indices_of, ARGUMENTS
+)
+
+
+@test(points=1, ranks=(2,))
+def holds_under_every_condition(answer, world, network):
+    """The result depends on the arguments alone, in every process and order of calls."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -2,8 +2,9 @@
 
 import torch
 
+from exercises.conditions import Declaration, Drawn, check_conditions
 from exercises.observations import timeline
-from exercises.testing import expect, test
+from exercises.testing import CONDITION_RANKS, expect, expect_raises, test
 from minidist.comm import all_gather_object
 
 START = [0.5, -1.0, 2.0]
@@ -95,6 +96,7 @@ def no_counted_token(answer, world, network):
         case = f"weight {weight}, tokens per micro-batch {counts} on every rank"
         expect("the loss", float(answer.backward(parts, weight, count)), 0.0, case=case)
         expect("the gradient", theta.grad, None, case=case)
+        expect("the number of counted tokens", count.value, 0, case=case)
 
 
 @test(points=3, ranks=(2,))
@@ -130,10 +132,45 @@ def one_micro_batch_at_a_time(answer, world, network):
     loss = answer.backward(forwards(), 1.0, answer.all_reduce_token_count([4, 4, 4], 1.0, network.group))
     expect("what happened", events, ["forward", "backward"] * 3)
     expect("whether the returned loss keeps the autograd graph", getattr(loss, "requires_grad", False), False)
+    part = loss_sum(theta, tokens(0, 0, 4))
+    answer.backward([part], 1.0, answer.all_reduce_token_count([4], 1.0, network.group))
+    expect_raises(RuntimeError, part.backward)  # the tensors of its graph are freed: it cannot run again
 
 
 @test(points=1)
 def many_tokens(answer, world, network):
-    """A count above 2**24 is exact, although float32 cannot represent it."""
+    """A count above 2**24 is exact, although float32 cannot represent it; `counts` may be an iterator."""
     for counts in ([2**24, 1], [2**31, 2**31 + 1]):
-        expect("the count", answer.all_reduce_token_count(counts, 1.0, network.group).value, sum(counts))
+        expect("the count", answer.all_reduce_token_count(iter(counts), 1.0, network.group).value, sum(counts))
+
+
+DRAWN_COUNTS = {
+    "unequal counts": lambda rank: [rank + 1, 2],
+    "no count on rank 0": lambda rank: [3] * (rank > 0),
+    "counts of zeros": lambda rank: [0, 0],
+    "counts above 2**24": lambda rank: [2**24, rank + 1],
+}
+
+
+def count_of(answer, group, counts, weight):
+    return answer.all_reduce_token_count(counts, weight, group).value
+
+
+DECLARATION = Declaration(
+    inputs={
+        "counts": Drawn(
+            lambda rank, ranks, draw: list(DRAWN_COUNTS.values())[draw](rank),
+            {description: number for number, description in enumerate(DRAWN_COUNTS) if number},
+        ),
+        "weight": Drawn(lambda rank, ranks, draw: (1.0, 0.25 * rank, 0.0)[draw], {"weights 0, 1/4, 1/2": 1, "0": 2}),
+    },
+    call=count_of,
+    reference=lambda ranks, rank: float(sum(sum(each["counts"]) * each["weight"] for each in ranks)),
+    replicas=True,
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any counts and weights, one call after the other, and a group of only some ranks; `counts` does not change."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -1,5 +1,7 @@
 """Tests of weighted_partition: the reference computes the largest remainder with integers."""
 
+from exercises.conditions import check_conditions
+from exercises.partition_run import declare_partition
 from exercises.testing import expect, expect_raises, index_list, test
 
 WEIGHTS = [[1], [1, 1], [1, 2], [3, 1], [1, 1, 1], [1, 2, 3], [5, 0, 2], [0, 1], [8, 16, 26], [7, 7, 7, 1], [1, 100]]
@@ -64,6 +66,8 @@ def fractions_of_one(answer):
     expect("the sizes", answer.apportion(7, [0.1, 0.1, 0.1]), [3, 2, 2])
     expect("the sizes", answer.apportion(1003, [0.501, 0.502]), [501, 502])
     expect("the sizes", answer.apportion(9, [0.001, 0.002]), [3, 6])
+    expect("the sizes", answer.apportion(10, [1.5, 1.0]), [6, 4])
+    expect("the sizes", answer.apportion(10, [2.0**-20, 3 * 2.0**-20]), [3, 7])  # 2.5 and 7.5: the tie goes to rank 0
 
 
 @test(points=1)
@@ -82,3 +86,26 @@ def refuses_impossible_input(answer):
         expect_raises(ValueError, answer.weighted_partition, n, weights, rank)
     for weights in ([], [0, 0], [2, -1], [1, float("inf")], [1, float("nan")]):
         expect_raises(ValueError, answer.apportion, 5, weights)
+
+
+def indices_of(n, weights, rank):
+    begin = sum(shares(n, weights)[:rank])
+    return list(range(begin, begin + shares(n, weights)[rank]))
+
+
+ARGUMENTS = {
+    "7 samples, weights 1, 2 and 3, rank 1": (7, [1, 2, 3], 1),
+    "no sample": (0, [1, 1], 1),
+    "a weight of 0": (5, [1, 0, 2], 1),
+    "one rank": (4, [3], 0),
+    "20,011 samples": (20_011, [7, 7, 7, 1], 3),
+}
+DECLARATION = declare_partition(
+    lambda answer, n, weights, rank: answer.weighted_partition(n, weights, rank), indices_of, ARGUMENTS
+)
+
+
+@test(points=1, ranks=(2,))
+def holds_under_every_condition(answer, world, network):
+    """The result depends on the arguments alone, in every process and order of calls; `weights` does not change."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -1,7 +1,25 @@
 """Normalize by the global token count.
 
-Write the missing lines of all_reduce_token_count and backward; their docstrings specify the results.
-You may call: AsyncSum, sum, torch.tensor, Tensor.backward, Tensor.detach.
+The loss of a step is sum_i w_i (loss sum of rank i) / sum_i w_i n_i, where n_i is the number of tokens of rank i that
+count. Write the all-reduce of the denominator, which is launched before the first forward, and the backward of this
+rank's part of the loss, one micro-batch after the other.
+
+all_reduce_token_count: counts has one integer per micro-batch, w_i is `weight`; returns an AsyncSum of one float64
+number, in flight. backward: loss_sums yields the summed loss of each micro-batch, a tensor of shape (), and runs that
+micro-batch's forward when it is asked for it; `count` is the AsyncSum. Returns this rank's part of the loss,
+detached. If the count is 0, no backward runs and the result is 0.0.
+Example: rank 0 has micro-batches with 3 and 1 tokens and weight 1, rank 1 has one with 2 tokens and weight 2. The
+    count is 1 * 4 + 2 * 2 = 8 on both. If rank 1's loss sum is 6, its part of the loss is 2 * 6 / 8 = 1.5.
+
+Checked: loss and gradients of one process, with unequal counts, with weights, with ranks without tokens or of weight
+0, and if no token counts at all; that one number is all-reduced, once, without waiting; counts above 2**24; that the
+backward of a micro-batch ends before the next forward begins.
+
+You may call:
+    AsyncSum(tensor, group)   all-reduces `tensor`, of shape (1,); its .value waits and returns the sum, a float
+    torch.tensor([number], dtype=torch.float64, device=group.world.control_device)
+    Tensor.backward()   adds to the gradients; Tensor.detach()   the number without its graph
+
 Check it with: python -m exercises check weighted_loss
 
 Stub dbb40956.

@@ -1,7 +1,25 @@
 """Shares in proportion to weights.
 
-Write the missing lines of apportion and weighted_partition; their docstrings specify the results.
-You may call: Fraction, math.floor, sum, sorted, apportion, numpy.cumsum, numpy.arange.
+Machines of different speed get shares of the samples in proportion to their weights. `apportion` computes how many
+samples each rank gets, by the largest remainder method, and `weighted_partition` the block of one rank.
+
+The largest remainder method: round every exact share n w_i / sum(w) down, then give the samples that are left, one
+each, to the ranks with the largest fractional parts; ties go to the lower rank. weights: numbers from 0 on, not all
+0. apportion returns a list of integers whose sum is n; weighted_partition an int64 array, (size,), of consecutive
+indices. Blocks follow each other in the order of ranks.
+Example: 10 samples with weights [2, 1, 1] have the exact shares 5, 2.5 and 2.5, so the sizes are [5, 3, 2], and rank
+    1 has [5, 6, 7].
+
+Checked: exact shares, leftovers and ties; that sizes sum to n and are within one of the exact share; weights that are
+not integers; sizes that a float cannot represent, such as 3 * 10**17 + 45; ValueError for arguments that make no
+sense, which the given lines raise.
+
+You may call:
+    Fraction(w)   an exact number: sums, products and quotients of Fractions do not round; math.floor(x)
+    sorted(range(len(weights)), key=...)   equal keys keep their order
+    apportion(n, weights)   in weighted_partition
+    numpy.cumsum(sizes)   sums of the first 1, 2, ... sizes; numpy.arange(start, stop, dtype=numpy.int64)
+
 Check it with: python -m exercises check weighted_partition
 
 Stub 7219190e.

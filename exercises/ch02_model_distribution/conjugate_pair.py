@@ -1,8 +1,20 @@
 """Entering and leaving the tensor-parallel region.
 
-Write the missing lines of _CopyToTP, _ReduceFromTP, reduce_from_tp and copy_to_tp; their docstrings specify the
-results.
-You may call: ops.all_reduce, Tensor.contiguous.
+A `torch.autograd.Function` has a forward and a backward of its own: backward gets the gradient of forward's result, and
+returns one gradient for each argument of forward, None for those that are no tensors. Write the missing lines of two
+such functions, for the two ends of a tensor-parallel region. Every rank computes the same loss.
+
+x and the results: any shape. key names the group; `ctx` carries values from forward to backward.
+Example: 2 ranks, x = 3 on both, and rank r uses x in (r + 1) x, so that the output is reduce_from_tp((r + 1) x) = 9.
+    Its gradient, 1, arrives at both partial results. copy_to_tp gives x the gradient 1 + 2 = 3 on both ranks.
+
+Checked: values and gradients on several ranks against one process in float64; that arguments do not change;
+and the collectives of each operator: copy_to_tp sends nothing in forward, reduce_from_tp nothing in backward.
+
+You may call:
+    ops.all_reduce(tensor, key)   the sum over the ranks of the group `key`, a new tensor
+    Tensor.contiguous()   the tensor itself, or a contiguous copy
+
 Check it with: python -m exercises check conjugate_pair
 
 Stub efaefb2d.

@@ -1,11 +1,29 @@
 """Split backward: delay the weight gradient.
 
-Write the missing lines of _Linear, DeferWeightGradients and compute_weight_gradient; their docstrings specify the
-results.
-You may call: list.append, Tensor.flatten, torch.matmul.
+Split the backward of a linear layer in two: the input gradient at once, since the previous stage waits for it, and
+the weight gradient later, in a slot in which the stage would be idle.
+
+_Linear: an autograd function of y = x W^T. x: (..., in). weight: (out, in). Its backward gets grad = dy, (..., out),
+appends (name, x, dy) to the list `deferred`, and returns the gradient of x alone. DeferWeightGradients: a context
+manager that calls _linear in place of F.linear; _linear uses _Linear for the weights in `names`, if there is no bias
+and the input needs a gradient, and else F.linear itself. compute_weight_gradient: returns dW = dy^T x, (out, in),
+summed over all other dimensions.
+Example: x = [[1, 2]], W = [[3, 4]] and dy = [[5]]. Backward gives dx = [[15, 20]] and defers ("w", x, dy);
+    compute_weight_gradient then gives dW = [[5, 10]].
+
+Checked: both gradients against full backward, for x of two and three dimensions; that backward multiplies no matrix
+for the weight gradient and calls no hook of the weight; several micro-batches in any order; a weight that is used
+twice; weights that are not named, layers with a bias, and inputs without gradient.
+
+You may call:
+    ctx.save_for_backward(x, weight), ctx.saved_tensors; ctx.name = ...   anything that is no tensor
+    F.linear(x, weight, bias); _Linear.apply(x, weight, name, deferred)
+    Tensor.detach()   the same numbers without a graph: no gradient reaches the weight, and no hook of it is called
+    Tensor.flatten(0, -2)   one dimension in place of all but the last; a @ b, Tensor.T
+
 Check it with: python -m exercises check split_backward
 
-Stub 586cc868.
+Stub b44f4d8b.
 """
 
 from collections.abc import Mapping
@@ -23,13 +41,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, name, deferred):
-        ctx.save_for_backward(x, weight)
-        ctx.name, ctx.deferred = name, deferred
-        return F.linear(x, weight)
+        raise NotImplementedError("keep what backward needs; return x W^T")
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
         raise NotImplementedError("defer the weight gradient; return the gradient of x, and None for the rest")
 
 
@@ -49,10 +64,7 @@ class DeferWeightGradients(TorchFunctionMode):
         return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or not x.requires_grad or weight not in self._names:
-            return F.linear(x, weight, bias)
-        # Detached: no gradient flows to the parameter itself, so its hooks are not called.
-        return _Linear.apply(x, weight.detach(), self._names[weight], self._deferred)
+        raise NotImplementedError("return x W^T + bias, by _Linear if the weight gradient is to be deferred")
 
 
 def compute_weight_gradient(deferred: DeferredWeightGradient) -> Tensor:

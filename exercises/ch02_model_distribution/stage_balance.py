@@ -1,7 +1,25 @@
 """The slowest stage sets the pace.
 
-Write the missing lines of _cut and balance_layers; their docstrings specify the results.
-You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
+Optional: dynamic programming, and nothing about distributed training. Divide the layers of a model among pipeline
+stages so that the slowest stage is as fast as possible; of the best partitions, choose the most even one.
+
+balance_layers: costs has one number per layer; embedding and head are added to the first and the last part. Returns a
+range of layer numbers for each of the `stages * chunks` parts, consecutive and not empty. Among partitions whose
+costliest part costs least it returns the one with the least sum of squared costs, then the one with fewer layers in
+earlier parts. _cut: ends has the sums of the first 0, 1, 2, ... costs; value(cost) and join(a, b) say what is
+minimized: join of the values of all parts, from the left, where an empty partition has the value 0. Returns the least
+joined value and the end of each part, a tuple of layer numbers.
+Example: balance_layers([1, 1, 1, 1], 2, head=2) gives [range(0, 3), range(3, 4)], since both parts then cost 3.
+    _cut([0, 1, 3, 6], 2, lambda cost: cost, max) gives (3, (2, 3)): the costs 1, 2 | 3.
+
+Checked: against all partitions of small cases, with embedding and head, ties and chunks; and that 100 layers on 8
+stages take less than a few seconds.
+
+You may call:
+    _whole(costs)   the costs scaled to integers, so that sums are exact and ties are found
+    _cut(ends, parts, value, join)   in balance_layers; itertools.accumulate(costs)   sums of the first 1, 2, ... costs
+    min(pairs)   compares tuples by their first element, then by the second; operator.add(a, b), max(a, b)
+
 Check it with: python -m exercises check stage_balance
 
 Stub 914533da.

@@ -1,8 +1,11 @@
 """Tests of conjugate_pair: integer values, so that sums are exact in any order."""
 
+from dataclasses import replace
+
 import torch
 
-from exercises.testing import Wrong, expect, test
+from exercises.conditions import Choices, Declaration, Tensors, check_conditions, exact
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 
 SHAPE = (2, 3, 5)
 
@@ -85,3 +88,35 @@ def arguments_are_not_modified(answer, world, network):
     arriving = numbers(world.rank)
     torch.autograd.grad(answer.copy_to_tp(x, network.group), x, arriving)
     expect("the incoming gradient, afterwards", arriving, numbers(world.rank))
+
+
+def call_operator(answer, group, tensor, operator):
+    """Return the output of an operator and the gradient of its input, for the gradient `tensor` of its output."""
+    with torch.enable_grad():
+        x = tensor.detach().clone().requires_grad_()
+        out = getattr(answer, operator)(x, group)
+        (grad,) = torch.autograd.grad(out, x, tensor.detach().clone())
+    return out.detach().clone(), grad
+
+
+def operator_reference(ranks, rank):
+    own = ranks[rank]["tensor"]
+    total = sum(exact(each["tensor"]) for each in ranks).to(own.dtype)
+    own = own.detach().clone(memory_format=torch.contiguous_format)
+    return (own, total) if ranks[0]["operator"] == "copy_to_tp" else (total, own)
+
+
+DECLARATION = Declaration(
+    inputs={"tensor": Tensors(dtypes=(torch.float64, torch.float32, torch.bfloat16))},
+    call=call_operator,
+    reference=operator_reference,
+    max_bytes=lambda ranks: 2 * (len(ranks) - 1) * (ranks[0]["tensor"].nbytes + 8 * len(ranks)),
+)
+
+
+@test(points=2, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any size, memory layout and dtype, whose numbers are kept; groups of only some ranks; calls are independent."""
+    for operator in ("copy_to_tp", "reduce_from_tp"):
+        inputs = {**DECLARATION.inputs, "operator": Choices((operator,))}
+        check_conditions(replace(DECLARATION, inputs=inputs), answer, world, network)

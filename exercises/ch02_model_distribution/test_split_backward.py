@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from exercises.observations import count_flops
 from exercises.testing import Wrong, expect, test
 
 TOLERANCE = 1e-12  # sums of less than a hundred terms of about 1, in float64 in another order
@@ -63,6 +63,11 @@ def equals_torchs_backward(answer):
         )
         for name, got in later(answer, deferred).items():
             expect(f"the gradient of the {name} weight", got, grads[name], tolerance=TOLERANCE, case=case)
+        inside = x.detach() @ weights["first"].detach().T
+        inputs = {"first": x.detach(), "second": inside.tanh()}
+        for name, kept, _ in deferred:
+            what = f"x of the entry of {name}, without its batch dimensions"
+            expect(what, kept.flatten(0, -2), inputs[name].flatten(0, -2), tolerance=TOLERANCE, case=case)
 
 
 @test(points=4)
@@ -72,11 +77,11 @@ def backward_defers_the_weight_gradient(answer):
     called = []
     for name, weight in weights.items():
         weight.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    with FlopCounterMode(display=False) as forward:
+    with count_flops() as forward:
         out, deferred = split(answer, weights, x)
-    with FlopCounterMode(display=False) as backward:
+    with count_flops() as backward:
         out.sum().backward()
-    with FlopCounterMode(display=False) as weight_half:
+    with count_flops() as weight_half:
         later(answer, deferred)
     once = forward.get_total_flops()
     counts = {"backward": backward.get_total_flops(), "compute_weight_gradient": weight_half.get_total_flops()}
@@ -107,9 +112,23 @@ def several_micro_batches(answer):
         )
 
 
+@test(points=2)
+def a_weight_that_is_used_twice(answer):
+    """Each use of a weight defers a gradient of its own."""
+    weight, x, deferred = nn.Parameter(draw(1, 4, 4)), draw(3, 5, 4).requires_grad_(), []
+    arriving = draw(4, 5, 4)
+    with answer.DeferWeightGradients({weight: "both"}, deferred):
+        out = F.linear(F.linear(x, weight).tanh(), weight)
+    out.backward(arriving)
+    other = weight.detach().clone().requires_grad_()
+    F.linear(F.linear(x.detach(), other).tanh(), other).backward(arriving)
+    expect("the names of the deferred gradients", [half[0] for half in deferred], ["both", "both"])
+    expect("the gradient of the weight", later(answer, deferred)["both"], other.grad, tolerance=TOLERANCE)
+
+
 @test(points=3)
 def other_layers_keep_their_backward(answer):
-    """Only the named weights are deferred, and not those of a layer whose input needs no gradient."""
+    """Only the named weights are deferred, and not those of a layer with a bias or whose input needs no gradient."""
     weights, x = layers(), draw(3, 5, 4).requires_grad_()
     out, deferred = split(answer, weights, x, names=("second",))
     arriving = draw(4, 5, 3)
@@ -130,3 +149,13 @@ def other_layers_keep_their_backward(answer):
         grads["first"],
         tolerance=TOLERANCE,
     )
+    weight, bias, x = layers()["first"], draw(8, 6).requires_grad_(), draw(3, 5, 4).requires_grad_()
+    deferred = []
+    with answer.DeferWeightGradients({weight: "first"}, deferred):
+        out = F.linear(x, weight, bias)
+    arriving = draw(9, 5, 6)
+    out.backward(arriving)
+    expect("the output of a layer with a bias", out, x @ weight.T + bias, tolerance=TOLERANCE)
+    expect("deferred weights of a layer with a bias", [half[0] for half in deferred], [])
+    expect("the gradient of a layer's bias", bias.grad, arriving.sum(0), tolerance=TOLERANCE)
+    expect("the .grad of the weight of a layer with a bias", weight.grad, arriving.T @ x, tolerance=TOLERANCE)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from exercises.testing import Wrong, expect, test
 
-# costs, stages, chunks, embedding, head
+# costs, stages, chunks, embedding, head. Fractions are of powers of two, so that no rounding breaks a tie.
 CASES = [
     ([1, 1, 1, 1], 2, 1, 0, 0),
     ([5, 1, 1, 1, 1], 2, 1, 0, 0),
@@ -20,7 +20,7 @@ ENDS = [
     ([1] * 8, 2, 1, 0, 3),
     ([1] * 8, 4, 1, 0, 3),
     ([1] * 8, 4, 1, 1.5, 2.5),
-    ([0.1] * 9, 3, 1, 0.1, 0.2),
+    ([0.125] * 9, 3, 1, 0.125, 0.25),
     ([2, 1, 1, 1, 1, 2], 3, 1, 2, 4),
 ]
 TIED = [
@@ -29,10 +29,14 @@ TIED = [
     ([1] * 7, 3, 1, 0, 0),
     ([4, 1, 1, 1, 1, 1], 3, 1, 0, 0),
     ([1, 1, 5, 1, 1, 1], 4, 1, 0, 0),
-    ([0.1] * 7, 4, 1, 0, 0),
+    ([0.125] * 7, 4, 1, 0, 0),
     ([6, 1, 1, 1, 1, 1, 1, 1], 4, 1, 0, 0),
 ]
-CHUNKS = [([1] * 8, 2, 2, 0, 2), ([1, 2, 3, 4, 3, 2, 1], 2, 3, 1, 0), ([0.7, 0.1, 0.1, 0.9, 0.3, 0.2], 3, 2, 0, 0)]
+CHUNKS = [
+    ([1] * 8, 2, 2, 0, 2),
+    ([1, 2, 3, 4, 3, 2, 1], 2, 3, 1, 0),
+    ([0.75, 0.125, 0.125, 0.875, 0.25, 0.1875], 3, 2, 0, 0),
+]
 
 
 def cut(answer, costs, stages, chunks, embedding, head):

@@ -1,102 +1,165 @@
-"""Tests of vocabulary_cross_entropy: the reference is torch's cross-entropy on the full logits, in float64."""
+"""Tests of vocabulary_cross_entropy: the reference has the full logits, on one process, in float64."""
 
 import torch
-import torch.nn.functional as F
 
+from exercises.conditions import Declaration, Drawn, check_conditions
 from exercises.observations import PeakMemory
-from exercises.testing import Wrong, expect, test
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 
 IGNORE_INDEX = -100
+COPIES = 6  # of a rank's logits that may be in memory
 TOLERANCE = 1e-12  # sums of a few dozen terms of about 1, in float64 in another order
 
 
-def parts(vocabulary, size):
-    """Return where the columns of each rank begin and end; the first ranks may have one more."""
-    cuts = [rank * (vocabulary // size) + min(rank, vocabulary % size) for rank in range(size + 1)]
-    return [slice(first, end) for first, end in zip(cuts, cuts[1:], strict=False)]
+def make_logits(vocabulary, scale=3.0, dtype=torch.float64):
+    """Return logits (2, 5, vocabulary) that are equal on all ranks."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    return (scale * torch.randn(2, 5, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def make_labels(vocabulary, ignored=((0, 1), (1, 4))):
+    """Return labels (2, 5) in the shards of all ranks, some of them ignored."""
+    labels = (torch.arange(10).view(2, 5) * 3) % vocabulary
+    for place in ignored:
+        labels[place] = IGNORE_INDEX
+    return labels
+
+
+def of_one_process(logits, labels):
+    """Return the sum of the counted losses, and its gradient, from the full logits."""
+    logits = logits.double()
+    largest = logits.amax(-1, keepdim=True)
+    sums = (logits - largest).exp().sum(-1, keepdim=True)
+    counted = (labels != IGNORE_INDEX)[..., None]
+    at_label = torch.arange(logits.shape[-1]) == labels[..., None]  # (2, 5, V), no true element where ignored
+    losses = (largest + sums.log())[..., 0] - torch.where(at_label, logits, torch.zeros_like(logits)).sum(-1)
+    grad = ((logits - largest).exp() / sums - at_label.double()) * counted
+    return losses[counted[..., 0]].sum(), grad
 
 
 class Case:
-    """Logits (2, 5, vocabulary) and labels that are equal on all ranks, and this rank's columns."""
+    """Logits and labels that are equal on all ranks, and this rank's columns."""
 
-    def __init__(self, answer, world, network, vocabulary=11, scale=3.0):
-        generator = torch.Generator().manual_seed(vocabulary)
-        self.logits = scale * torch.randn(2, 5, vocabulary, generator=generator, dtype=torch.float64)
-        self.labels = (torch.arange(10).view(2, 5) * 3) % vocabulary  # on all ranks
-        self.labels[0, 1] = self.labels[1, 4] = IGNORE_INDEX
-        self.columns = parts(vocabulary, world.size)[world.rank]
+    def __init__(self, group, each=3, scale=3.0, **labels):
+        self.vocabulary = each * group.size
+        self.logits, self.labels = make_logits(self.vocabulary, scale), make_labels(self.vocabulary, **labels)
+        self.columns, self.group = slice(each * group.rank, each * (group.rank + 1)), group
         self.mine = self.logits[..., self.columns].clone().requires_grad_()
-        self.loss = answer.VocabParallelLoss(self.columns.start, network.group)
+        self.loss, grad = of_one_process(self.logits, self.labels)
+        self.grad = grad[..., self.columns]
+        self.name = f"a vocabulary of {self.vocabulary} on {group.size} ranks"
 
-    def one_process(self, factor=1.0):
-        """Return the loss sum, and the gradient of `factor` times that sum for this rank's columns."""
-        whole = self.logits.clone().requires_grad_()
-        total = F.cross_entropy(whole.flatten(0, 1), self.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        (factor * total).backward()
-        return total.detach(), whole.grad[..., self.columns]
+    def run(self, answer):
+        return answer.vocab_parallel_loss(self.mine, self.labels, self.group)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def loss_is_that_of_one_process(answer, world, network):
-    """Every rank has the sum of the counted losses, also if the vocabulary is not divisible."""
-    for vocabulary in (12, 11, 4):
-        case = Case(answer, world, network, vocabulary)
-        total, count = case.loss(case.mine, case.labels)
-        expect(f"the loss of 8 labels, {vocabulary} tokens in the vocabulary", total, case.one_process()[0],
-               tolerance=TOLERANCE * 10)  # fmt: skip
-        expect("the number of counted labels", count, 8)
+    """Every rank has the sum of the counted losses, and their number."""
+    for group in [network.group, *([network.divided_group] if world.size == 4 else [])]:
+        for each in (1, 3, 8):
+            case = Case(group, each)
+            total, count = case.run(answer)
+            expect("the loss of 8 labels", total, case.loss, tolerance=TOLERANCE * 10, case=case.name)
+            expect("the number of counted labels", count, 8, case=case.name)
+        case = Case(group, ignored=[(row, column) for row in range(2) for column in range(5)])
+        expect("loss and number if all labels are ignored", [x.item() for x in case.run(answer)], [0.0, 0])
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def gradients_are_those_of_one_process(answer, world, network):
     """This rank's logits get the gradients of one process, and are not modified."""
     for factor in (1.0, -0.5):
-        case = Case(answer, world, network)
-        kept = case.mine.detach().clone()
-        total, _ = case.loss(case.mine, case.labels)
+        case = Case(network.group)
+        kept, labels = case.mine.detach().clone(), case.labels.clone()
+        total, _ = case.run(answer)
+        if not total.requires_grad:
+            raise Wrong("wrong", "whether the loss has a gradient function", "yes", "no", case=case.name)
         (factor * total).backward()
-        got, expected = case.mine.grad, case.one_process(factor)[1]
-        expect(f"the gradient of this rank's logits, of {factor} x the loss", got, expected, tolerance=TOLERANCE)
-        expect("the logits afterwards", case.mine.detach(), kept)
+        what = f"the gradient of this rank's logits, of {factor} x the loss"
+        expect(what, case.mine.grad, factor * case.grad, tolerance=TOLERANCE, case=case.name)
+        expect("logits and labels afterwards", [case.mine.detach(), case.labels], [kept, labels], case=case.name)
 
 
 @test(points=3, ranks=(2, 3))
 def large_logits(answer, world, network):
-    """Logits in the thousands do not overflow, whichever rank has the largest."""
-    case = Case(answer, world, network, scale=2000.0)
-    total, _ = case.loss(case.mine, case.labels)
-    total.backward()
-    expected, grad = case.one_process()
-    expect("the loss of large logits", total, expected, tolerance=1e-8)  # of about 1e4, to 12 digits
-    expect("their gradient", case.mine.grad, grad, tolerance=TOLERANCE)
+    """Logits in the thousands, positive or negative, do not overflow, whichever rank has the largest."""
+    for scale, shift in ((2000.0, 0.0), (3.0, -5000.0), (3.0, 5000.0)):
+        case = Case(network.group, scale=scale)
+        with torch.no_grad():
+            case.mine += shift
+        total, _ = case.run(answer)
+        total.backward()
+        name = f"logits of about {scale:g}, plus {shift:g}"
+        expect("the loss", total, case.loss, tolerance=1e-8, case=name)  # of about 1e4, to 12 digits
+        expect("the gradient", case.mine.grad, case.grad, tolerance=1e-10, case=name)
 
 
 @test(points=4, ranks=(2, 4))
 def logits_are_not_gathered(answer, world, network):
     """Three numbers per position are reduced, for any vocabulary, and none in backward."""
-    for vocabulary in (12, 400):
-        case, before = Case(answer, world, network, vocabulary), len(network.records)
-        total, _ = case.loss(case.mine, case.labels)
+    for each in (3, 100):
+        case, before = Case(network.group, each), len(network.records)
+        total, _ = case.run(answer)
         forward = network.records[before:]
         total.backward()
         total_bytes = sum(record.payload_bytes for record in forward)
         names = sorted({record.name for record in forward})
-        expect(f"operations for a vocabulary of {vocabulary}", names, ["all_reduce"])
+        expect("operations in forward", names, ["all_reduce"], case=case.name)
         if total_bytes > 3 * 10 * 8:
-            what = f"bytes reduced for 10 positions and a vocabulary of {vocabulary}"
-            raise Wrong("wrong", what, f"at most {3 * 10 * 8}", str(total_bytes))
-        expect("messages in backward", len(network.records) - before - len(forward), 0)
+            what = "bytes reduced for 10 positions"
+            raise Wrong("wrong", what, f"at most {3 * 10 * 8}", str(total_bytes), case=case.name)
+        expect("messages in backward", len(network.records) - before - len(forward), 0, case=case.name)
 
 
 @test(points=3, ranks=(4,))
 def no_memory_for_all_logits(answer, world, network):
-    """Forward and backward need less memory than the full logits."""
-    case = Case(answer, world, network, 8000)
-    whole = case.logits.nelement() * 8
+    """Forward and backward together need less memory than six copies of this rank's logits."""
+    case = Case(network.group, 4000)
     with PeakMemory() as memory:
-        total, _ = case.loss(case.mine, case.labels)
+        total, _ = case.run(answer)
         total.backward()
-    expect("the gradient", case.mine.grad.sum(), case.one_process()[1].sum(), tolerance=1e-9)
-    if memory.peak_bytes > whole:
-        limit = f"{whole // 1000} kB: this rank has {whole // 4000} kB of logits"
+    expect("the gradient", case.mine.grad.sum(), case.grad.sum(), tolerance=1e-9)
+    own = case.mine.nbytes
+    if memory.peak_bytes > COPIES * own:
+        limit = f"{COPIES * own // 1000} kB: this rank has {own // 1000} kB of logits, all ranks {4 * own // 1000} kB"
         raise Wrong("wrong", "peak memory", f"at most {limit}", f"{memory.peak_bytes // 1000} kB")
+
+
+def loss_reference(ranks, rank):
+    logits, labels = torch.cat([each["logits"] for each in ranks], -1), ranks[rank]["labels"]
+    return of_one_process(logits, labels)[0].to(logits.dtype), (labels != IGNORE_INDEX).sum()
+
+
+# Columns per rank, dtype, and whether the logits are a view of longer ones.
+DRAWS = ((3, torch.float64, False), (1, torch.float64, False), (5, torch.float32, False), (4, torch.float64, True))
+
+
+def own_logits(rank, ranks, number):
+    each, dtype, is_view = DRAWS[number]
+    own = make_logits(each * ranks, dtype=dtype)[..., each * rank : each * (rank + 1)]
+    return own if is_view else own.contiguous()
+
+
+def declarations():
+    """Return a declaration for each draw, which selects logits and labels together."""
+    for number, (each, _, _) in enumerate(DRAWS):
+        yield Declaration(
+            inputs={
+                "logits": Drawn(lambda rank, ranks, _, n=number: own_logits(rank, ranks, n)),
+                "labels": Drawn(lambda rank, ranks, _, e=each: make_labels(e * ranks)),
+            },
+            call=lambda answer, group, logits, labels: answer.vocab_parallel_loss(logits, labels, group),
+            reference=loss_reference,
+            replicas=True,
+            roundings=100,  # sums of at most 35 exponentials, then of 10 losses
+            # Three numbers per position there and back.
+            max_bytes=lambda ranks: 2 * (len(ranks) - 1) * 3 * 10 * ranks[0]["logits"].element_size(),
+        )
+
+
+@test(points=2, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """In float64 and float32, on 1 to 7 ranks and in groups of only some ranks; calls do not influence each other."""
+    for declaration in declarations():
+        check_conditions(declaration, answer, world, network)

@@ -1,10 +1,27 @@
 """Predict the cost of a collective.
 
-Write the missing lines of collective_cost; its docstring specifies the result.
-You may call: Cost, tree_depth.
+Write the cost model: for each collective and algorithm of this chapter the rounds, the bytes sent and the bytes
+reduced on the critical path, the slowest chain of rounds. A Link turns these counts into seconds.
+
+operation, algorithm: one of `IMPLEMENTED_ALGORITHMS`; ValueError otherwise. num_bytes: of the full tensor. Returns a
+Cost. Flat and naive algorithms count one round per message through the busiest link, a ring one chunk of num_bytes /
+group_size per round. One rank costs nothing. Only the root of a flat reduce adds, and the naive all-reduce adds on
+every rank.
+Example: 4 ranks, 1000 bytes; broadcast by a tree has the Cost (2 rounds, 2000 bytes sent, 0 reduced),
+    reduce flat (3, 3000, 3000), reduce_scatter by a ring (3, 750, 750), all_reduce by a ring (6, 1500, 750)
+
+Checked: every algorithm on 1 to 9 ranks, against rounds simulated one by one; unknown names; an empty tensor.
+
+You may call:
+    Cost(num_rounds, sent_bytes, reduced_bytes=0.0)   can be added to a Cost and multiplied by a number
+    ZERO_COST   Cost(0, 0)
+    tree_depth(group_size)   the number of rounds of a tree, ceil(log2(group_size))
+    _halving_doubling_cost(operation, algorithm, PowerOfTwoRanks(group_size), num_bytes)   the Cost of the others
+    IMPLEMENTED_ALGORITHMS   {operation: (algorithm, ...)}
+
 Check it with: python -m exercises check cost_formula
 
-Stub 05e3ab24.
+Stub 52d804bd.
 """
 
 from minidist.comm.power_of_two import PowerOfTwoRanks
@@ -19,32 +36,4 @@ def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: 
     and all_to_all the size of the full tensor, whose shards count as equal. Raises ValueError if the operation has no
     such algorithm.
     """
-    if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
-        raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")
-    if group_size == 1:
-        return ZERO_COST
-    # The full tensor in one round, without and with a reduction.
-    pass_on, add = Cost(1, num_bytes), Cost(1, num_bytes, num_bytes)
-    around, log = (group_size - 1) / group_size * num_bytes, tree_depth(group_size)
-    match operation, algorithm:
-        case "broadcast", "flat":
-            return pass_on * (group_size - 1)  # one after the other through the root's link
-        case "broadcast", "tree":
-            raise NotImplementedError("a broadcast along a binomial tree")
-        case "reduce", "flat":
-            return add * (group_size - 1)
-        case "reduce", "tree":
-            return add * log
-        case "parameter_server_step", _:
-            return (add + pass_on) * (group_size - 1)
-        case ("all_gather", "ring") | ("all_to_all", _):
-            return Cost(group_size - 1, around)
-        case "reduce_scatter", "ring":
-            raise NotImplementedError("a ring reduce-scatter")
-        case "all_reduce", "naive":
-            return add * (group_size - 1)
-        case "all_reduce", "tree":
-            raise NotImplementedError("a tree all-reduce: reduce, then broadcast")
-        case "all_reduce", "ring":
-            raise NotImplementedError("a ring all-reduce")
-    return _halving_doubling_cost(operation, algorithm, PowerOfTwoRanks(group_size), num_bytes)
+    raise NotImplementedError("return the cost of every algorithm")

@@ -1,8 +1,11 @@
 """Tests of broadcast_tree: any number of ranks, any root, and the minimal number of rounds."""
 
+from dataclasses import replace
+
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import FLOATS, Choices, Declaration, Drawn, Tensors, check_conditions, reduced
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.traffic import TransferRecorder
 
 SHAPES = [(5,), (2, 3), (1,), (0,)]
@@ -21,7 +24,7 @@ def run(answer, world, network, shape, src):
     return tensor, recorder
 
 
-@test(points=4, ranks=(1, 2, 3, 4))
+@test(points=3, ranks=(1, 2, 3, 4))
 def all_ranks_get_the_tensor(answer, world, network):
     """Every rank ends with the tensor of rank 0, whatever the number of ranks."""
     for shape in SHAPES:
@@ -29,7 +32,7 @@ def all_ranks_get_the_tensor(answer, world, network):
         expect("the tensor after the broadcast from rank 0", tensor, value(0, shape))
 
 
-@test(points=3, ranks=(2, 3))
+@test(points=2, ranks=(2, 3))
 def from_any_root(answer, world, network):
     """Every rank ends with the root's tensor, for every choice of root."""
     for src in range(world.size):
@@ -45,7 +48,7 @@ def each_rank_receives_once(answer, world, network):
     expect("elements received", received, 0 if world.rank == 1 else 6)
 
 
-@test(points=4, ranks=(4, 7))
+@test(points=3, ranks=(4, 7))
 def number_of_rounds_is_minimal(answer, world, network):
     """The number of ranks with the tensor doubles in each round: ceil(log2(ranks)) rounds, one send per rank each."""
     _, recorder = run(answer, world, network, (3,), 0)
@@ -60,3 +63,83 @@ def number_of_rounds_is_minimal(answer, world, network):
         rounds = max(rounds, reached[rank])
     expect("ranks that the messages reach from the root", sorted(reached), list(range(world.size)))
     expect("rounds until the last rank has the tensor", rounds, (world.size - 1).bit_length())
+
+
+@test(points=3, ranks=(1, 2, 3, 4))
+def reduces_to_any_root(answer, world, network):
+    """tree_reduce: the root ends with the sum of the tensors of all ranks, for every choice of root."""
+    for shape in SHAPES:
+        for dst in range(world.size):
+            tensor = value(world.rank, shape)
+            with TransferRecorder(network):
+                answer.tree_reduce(tensor, dst, network.group)
+            if world.rank == dst:
+                expected = sum(value(rank, shape) for rank in range(world.size))
+                expect(f"the tensor of rank {dst} after the reduce to it", tensor, expected)
+
+
+@test(points=2, ranks=(4, 7))
+def rounds_of_the_reduce(answer, world, network):
+    """tree_reduce: each rank but the root sends once, and no rank receives more than ceil(log2(ranks)) tensors."""
+    with TransferRecorder(network) as recorder:
+        answer.tree_reduce(value(world.rank, (3,)), 0, network.group)
+    transfers_by_rank = recorder.gather_transfers()
+    sent = [sum(elements for kind, _, elements in each if kind == "send") for each in transfers_by_rank]
+    expect("elements sent, by rank", sent, [0] + [3] * (world.size - 1))
+    expect("rounds until the root has the sum", _rounds(transfers_by_rank, 0), (world.size - 1).bit_length())
+
+
+def _rounds(transfers_by_rank, rank):
+    """Rounds until a rank has received all that it receives, one tensor per round."""
+    ended = 0
+    for kind, peer, elements in transfers_by_rank[rank]:
+        if kind == "recv" and elements:
+            ended = max(ended, _rounds(transfers_by_rank, peer)) + 1
+    return ended
+
+
+def broadcast(answer, group, tensor, root):
+    answer.tree_broadcast(tensor, root, group)
+    return tensor
+
+
+def reduce(answer, group, tensor, root, op):
+    answer.tree_reduce(tensor, root, group, op)
+    return tensor if group.rank == root else None
+
+
+TENSORS = Tensors(layouts=("slice", "scalar"))
+ROOTS = Drawn(lambda rank, ranks, draw: draw % ranks, {"rank 1": 1, "the last rank of 4 or 7": 27})
+BROADCAST = Declaration(
+    inputs={"tensor": TENSORS, "root": ROOTS},
+    call=broadcast,
+    reference=lambda ranks, rank: ranks[ranks[0]["root"]]["tensor"],
+    changes=("tensor",),
+    replicas=True,
+    max_bytes=lambda ranks: (len(ranks) - 1) * ranks[0]["tensor"].nbytes,
+)
+REDUCE = Declaration(
+    inputs={"tensor": TENSORS, "root": ROOTS, "op": Choices(("sum", "max", "min"))},
+    call=reduce,
+    reference=lambda ranks, rank: (
+        reduced([each["tensor"] for each in ranks], ranks[0]["op"]) if rank == ranks[0]["root"] else None
+    ),
+    changes=("tensor",),
+    max_bytes=BROADCAST.max_bytes,
+)
+ROUNDED = replace(
+    REDUCE,
+    inputs={
+        "tensor": Tensors(dtypes=FLOATS, layouts=(), sizes=False, non_finite=False),
+        "root": ROOTS,
+        "op": Choices(("mean", "product")),
+    },
+    roundings=8,  # a product of at most seven numbers, or a quotient
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Every dtype, size, layout, root, reduction and group, also one of only some ranks."""
+    for declaration in (BROADCAST, REDUCE, ROUNDED):
+        check_conditions(declaration, answer, world, network)

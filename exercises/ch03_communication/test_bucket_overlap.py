@@ -119,23 +119,28 @@ def end_of_the_last_reduction(answer):
 @test(points=3)
 def best_size(answer):
     """The size with which all gradients are reduced soonest; of equals, the largest."""
+    # Powers of two, as sums of which no rounding breaks a tie.
     links = {
-        "alpha 1 ms": (1e-3, 0.0),
-        "1 GB/s": (0.0, 1e-9),
-        "both": (1e-3, 1e-9),
-        "slow": (1e-4, 1e-7),
+        "alpha 2^-10 s": (2.0**-10, 0.0),
+        "2^30 bytes/s": (0.0, 2.0**-30),
+        "both": (2.0**-10, 2.0**-30),
+        "slow": (2.0**-13, 2.0**-23),
         "free": (0, 0),
     }
     for name, (alpha, beta) in links.items():
-        for total in (300 * KIB, 5000 * KIB):
+        for total in (256 * KIB, 4096 * KIB):
 
             def seconds(n, alpha=alpha, beta=beta):
                 return alpha + beta * n
 
-            choices = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB]
-            soonest = {size: end_of_reduction(total, size, 0.02, seconds) for size in choices}
+            choices = [256 * KIB, 16384 * KIB, 64 * KIB, 4096 * KIB, 1024 * KIB]
+            soonest = {size: end_of_reduction(total, size, 2.0**-6, seconds) for size in choices}
             wanted = max(size for size in choices if soonest[size] == min(soonest.values()))
-            got = answer.best_bucket_bytes(total, 0.02, seconds, choices)
+            got = answer.best_bucket_bytes(total, 2.0**-6, seconds, choices)
             expect(f"the best bucket on the link {name!r}, of {choices}", got, wanted)
     smallest = answer.best_bucket_bytes(384 * KIB, 0.02, lambda n: 1e-9 * n)
     expect("the best of the default sizes when a message has no latency", smallest, 64 * KIB)
+    for total, size in ((256 * KIB, 256 * KIB), (384 * KIB, 512 * KIB), (1000, 64 * KIB), (1, 64 * KIB)):
+        got = answer.best_bucket_bytes(total, 0.02, lambda n: 1.0)
+        what = f"the best of the default sizes for {total} bytes when a message has only latency: one bucket"
+        expect(what, got, size)

@@ -1,8 +1,11 @@
 """Tests of parameter_server_step: whole numbers, so that sums are exact in any order."""
 
+from dataclasses import replace
+
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import FLOATS, Choices, Declaration, Drawn, Tensors, check_conditions, exact, reduced
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.traffic import TransferRecorder
 from minidist.comm import all_gather_object
 
@@ -62,11 +65,57 @@ def reduces_with_op(answer, world, network):
     expect("the parameters after an update with the maximum", parameters, 1000 - 2 * gradient(world.size - 1))
 
 
-@test(points=2, ranks=(3,))
+@test(points=2, ranks=(3, 5))
 def gradients_in_parameters_out(answer, world, network):
     """Every other rank sends its gradient once and receives the parameters once; its gradient does not change."""
     _, mine, _, recorder = run(answer, world, network, 2)
     if world.rank != 2:
         expect("this rank's gradient afterwards", mine, gradient(world.rank))
+    if world.rank != 2 and world.size == 3:  # a tree of five ranks passes tensors on
         received = sum(elements for kind, _, elements in recorder.transfers if kind == "recv")
         expect("elements (sent, received)", [recorder.elements_sent(), received], [6, 6])
+
+
+def step(answer, group, parameters, gradient, root, op):
+    answer.parameter_server_step(parameters, gradient, lambda theta, grad: theta.sub_(grad), group, root, op)
+    return parameters
+
+
+def stepped(ranks, rank):
+    """The root's parameters less the reduced gradient."""
+    first = ranks[0]
+    parameters = exact(ranks[first["root"]]["parameters"])
+    gradient = reduced([each["gradient"] for each in ranks], first["op"])
+    return (parameters - exact(gradient)).to(first["parameters"].dtype)
+
+
+DECLARATION = Declaration(
+    inputs={
+        "parameters": Tensors(dtypes=FLOATS, layouts=("slice", "scalar")),
+        "gradient": Tensors(layouts=("slice",), like="parameters"),
+        "root": Drawn(lambda rank, ranks, draw: draw % ranks, {"the last rank": 6, "rank 1": 1}),
+        "op": Choices(("sum", "max", "min")),
+    },
+    call=step,
+    reference=stepped,
+    changes=("parameters", "gradient"),
+    replicas=True,
+    max_bytes=lambda ranks: 2 * (len(ranks) - 1) * ranks[0]["parameters"].nbytes,
+)
+ROUNDED = replace(
+    DECLARATION,
+    inputs=DECLARATION.inputs
+    | {
+        "parameters": Tensors(dtypes=FLOATS, layouts=(), sizes=False, non_finite=False),
+        "gradient": Tensors(layouts=(), non_finite=False, like="parameters"),
+        "op": Choices(("mean",)),
+    },
+    roundings=2,
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Every floating dtype, size, layout, root, reduction and group, also one of only some ranks."""
+    check_conditions(DECLARATION, answer, world, network)
+    check_conditions(ROUNDED, answer, world, network)

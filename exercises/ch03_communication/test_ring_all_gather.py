@@ -2,7 +2,8 @@
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import Declaration, Tensors, check_conditions
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.traffic import TransferRecorder
 
 
@@ -50,21 +51,36 @@ def chunks_may_be_unequal(answer, world, network):
 
 @test(points=3, ranks=(4,))
 def sends_to_one_neighbour(answer, world, network):
-    """Each rank sends to one neighbour and receives from the other in size - 1 rounds, all ranks at the same time."""
+    """Ranks send to neighbours only, in one direction or half in each, all ranks at the same time."""
     _, recorder = run(answer, world, network, [2] * world.size)
     recorder.expect_ring(world)
 
 
 @test(points=2, ranks=(3, 4))
 def sends_each_chunk_once(answer, world, network):
-    """Each rank sends every chunk once, except the receiver's own."""
+    """Each rank receives every chunk but its own once, and nothing else."""
     lengths = [4, 1, 2, 3][: world.size]
     _, recorder = run(answer, world, network, lengths)
-    expect("ranks sent to", len(set(recorder.peers("send"))), 1)
-    neighbour = recorder.peers("send")[0]
-    expect(
-        "elements sent",
-        recorder.elements_sent(),
-        sum(lengths) - lengths[neighbour],
-        case=f"chunks of {lengths} elements",
-    )
+    case = f"chunks of {lengths} elements"
+    expect("elements received", recorder.elements_received(), sum(lengths) - lengths[world.rank], case=case)
+
+
+def gathered(answer, group, input):
+    output = torch.full((group.size * input.numel(),), 7, dtype=input.dtype)
+    answer.all_gather(output, input, group)
+    return output
+
+
+DECLARATION = Declaration(
+    inputs={"input": Tensors(layouts=("slice", "scalar"))},
+    call=gathered,
+    reference=lambda ranks, rank: torch.cat([each["input"].reshape(-1) for each in ranks]),
+    replicas=True,
+    max_bytes=lambda ranks: len(ranks) * (len(ranks) - 1) * ranks[0]["input"].nbytes,
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """all_gather, with every dtype, size and group, also one of only some ranks; `input` does not change."""
+    check_conditions(DECLARATION, answer, world, network)

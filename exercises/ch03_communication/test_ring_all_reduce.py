@@ -2,8 +2,9 @@
 
 import torch
 
-from exercises.testing import Wrong, expect, test
-from exercises.traffic import TransferRecorder
+from exercises.conditions import check_conditions, declare_all_reduce
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
+from exercises.traffic import TransferRecorder, expect_done_or_refused
 from minidist.comm import all_gather_object
 
 
@@ -45,16 +46,22 @@ def reduces_with_op(answer, world, network):
     expect("the maximum", tensor, every.amax(0))
     tensor, every, _ = run(answer, world, network, (6,), "mean")
     expect("the mean", tensor, every.mean(0), tolerance=1e-12)
+    tiny = torch.full((4,), 2.0**-149)  # of float32; a quarter of it would be rounded to 0
+    answer.all_reduce(tiny, network.group, "mean")
+    expect("the mean of the smallest number", tiny.tolist(), [2.0**-149] * 4)
 
 
 @test(points=3, ranks=(3, 4))
 def number_of_bytes_is_minimal(answer, world, network):
     """All ranks together send 2 (ranks - 1) times the tensor, each an equal amount, to its neighbours only."""
+    size = world.size
     for n in (12, 13):
         _, _, recorder = run(answer, world, network, (n,))
         sent = sum(all_gather_object(recorder.elements_sent(), network.group))
         expect(f"elements sent by all ranks for {n} elements", sent, 2 * n * (world.size - 1))
-        most = 2 * (world.size - 1) * -(-n // world.size)
+        # All chunks but one, twice. A ring in both directions has half of the tensor in each, so shorter chunks.
+        both_ways = 2 * sum(half - half // size for half in (n // 2, n - n // 2))
+        most = max(2 * (size - 1) * -(-n // size), both_ways)
         if recorder.elements_sent() > most:
             what = f"elements that this rank sends for {n} elements: all ranks must send equally much"
             raise Wrong("wrong", what, f"at most {most}", str(recorder.elements_sent()))
@@ -70,3 +77,31 @@ def all_ranks_get_identical_bits(answer, world, network):
     every = all_gather_object(tensor.tolist(), network.group)
     expect("the sums of all ranks, which must equal rank 0's", every, [every[0]] * world.size)
     expect("the sum", tensor, torch.linspace(0.1, 1.1, 7) * sum((r + 1) ** 3 for r in range(3)), tolerance=1e-4)
+
+
+@test(points=1, ranks=(3,))
+def never_works_on_a_copy(answer, world, network):
+    """A tensor that is not contiguous is reduced, or refused with an exception; it does not stay as it is."""
+    every = [value(rank, (2, 3)) for rank in range(world.size)]
+    mine = every[world.rank].t().contiguous().t()
+    expect_done_or_refused(lambda tensor: answer.all_reduce(tensor, network.group), mine, sum(every))
+
+
+def all_reduced(answer, group, tensor, op):
+    answer.all_reduce(tensor, group, op)
+    return tensor
+
+
+def sent_bytes(ranks):
+    """What all ranks together send around a ring: every element twice, but for each rank's own chunk."""
+    return 2 * (len(ranks) - 1) * ranks[0]["tensor"].nbytes
+
+
+DECLARATION, ROUNDED = declare_all_reduce(all_reduced, sent_bytes)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Every dtype, size, layout, reduction and group, also one of only some ranks; all ranks get the same bits."""
+    check_conditions(DECLARATION, answer, world, network)
+    check_conditions(ROUNDED, answer, world, network)

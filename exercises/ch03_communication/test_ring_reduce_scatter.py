@@ -1,8 +1,11 @@
 """Tests of ring_reduce_scatter: integers, so that sums are exact in any order."""
 
+from dataclasses import replace
+
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import FLOATS, Choices, Declaration, Tensors, check_conditions, reduced
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.traffic import TransferRecorder
 
 
@@ -21,7 +24,7 @@ def run(answer, world, network, lengths, op="sum"):
     with TransferRecorder(network) as recorder:
         answer.ring_reduce(list(mine.split(lengths)), network.group, op)
     stacked = torch.stack(tensors)
-    reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
+    reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "product": stacked.prod(0), "mean": stacked.sum(0)}[op]
     return mine.split(lengths), reduced.split(lengths), recorder
 
 
@@ -44,15 +47,15 @@ def chunks_may_be_unequal(answer, world, network):
 
 @test(points=2, ranks=(3,))
 def reduces_with_op(answer, world, network):
-    """Chunks are reduced by `op`: the sum, the maximum, the product."""
-    for op in ("max", "product"):
+    """Chunks are reduced by `op`: the maximum, the product; for a mean ring_reduce only adds."""
+    for op in ("max", "product", "mean"):
         chunks, reduced, _ = run(answer, world, network, [2, 2, 2], op)
         expect(f"chunks[{world.rank}] reduced by {op!r}", chunks[world.rank], reduced[world.rank])
 
 
 @test(points=3, ranks=(4,))
 def sends_to_one_neighbour(answer, world, network):
-    """Each rank sends to one neighbour and receives from the other in size - 1 rounds, all ranks at the same time."""
+    """Ranks send to neighbours only, in one direction or half in each, all ranks at the same time."""
     _, _, recorder = run(answer, world, network, [2] * world.size)
     recorder.expect_ring(world)
 
@@ -68,3 +71,45 @@ def sends_each_chunk_once(answer, world, network):
         sum(lengths) - lengths[world.rank],
         case=f"chunks of {lengths} elements",
     )
+
+
+def scattered(answer, group, input, op):
+    numel = input.numel() // group.size
+    shape = (numel // 3, 3) if numel % 3 == 0 else (numel,)
+    output = torch.full(shape, 7, dtype=input.dtype)
+    answer.reduce_scatter(output, input, group, op)
+    return output.view(-1)
+
+
+def shard(ranks, rank):
+    """The part of the full reduction that belongs to this rank."""
+    return reduced([each["input"] for each in ranks], ranks[0]["op"]).tensor_split(len(ranks))[rank]
+
+
+DECLARATION = Declaration(
+    inputs={
+        "input": Tensors(lambda ranks: 3 * ranks, layouts=("slice",), sizes=False),
+        "op": Choices(("sum", "max", "min")),
+    },
+    call=scattered,
+    reference=shard,
+    max_bytes=lambda ranks: (len(ranks) - 1) * ranks[0]["input"].nbytes,
+)
+EMPTY = replace(
+    DECLARATION, inputs=DECLARATION.inputs | {"input": Tensors(lambda ranks: 0, (torch.float32,), (), False)}
+)
+ROUNDED = replace(
+    DECLARATION,
+    inputs={
+        "input": Tensors(lambda ranks: 2 * ranks, FLOATS, (), sizes=False, non_finite=False),
+        "op": Choices(("mean", "product")),
+    },
+    roundings=8,  # a product of at most seven numbers, or a quotient
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """reduce_scatter, with every dtype, reduction and group, also one of only some ranks; `input` does not change."""
+    for declaration in (DECLARATION, EMPTY, ROUNDED):
+        check_conditions(declaration, answer, world, network)

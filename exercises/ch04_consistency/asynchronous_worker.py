@@ -11,8 +11,9 @@ two steps,
 and then the generator ends.
 
 Checked: the requests in their order, with other parameters at every pull; that each gradient is computed once, after
-the pull and before the push of its step, with the number of that step; and that the worker changes neither the
-parameters that it has pulled nor the gradients that it has pushed.
+the pull and before the push of its step, with the number of that step; that the worker pushes every gradient as it is,
+whatever its dtype and size, also if it is zero or has NaN; and that the worker changes neither the parameters that it
+has pulled nor the gradients that it has pushed.
 
 You may call:
     Pull(), Push(gradient)   the requests

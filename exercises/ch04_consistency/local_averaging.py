@@ -9,8 +9,9 @@ over the n replicas, where mean is the plain mean of all theta_i. Example: repli
 [4, 0] and a drift of 1.
 
 Checked: rounds of 1 to 4 steps on 1 to 3 ranks, compared with a loop over all replicas in one process; the numbers of
-the steps; that nothing is sent before the last step; a replica of weight 0; and the drift on all ranks, also of
-replicas that differ in their last digits only. Measuring the drift must not change the parameters.
+the steps, which may be a range with a stride; that nothing is sent before the last step; a replica of weight 0, with
+and without steps to take; and the drift on all ranks, also of replicas that differ in their last digits only, in
+float32 and float64. Measuring the drift must not change the parameters.
 
 You may call:
     merge_replicas(parameters, weight, group)   overwrites the parameters of all ranks by their weighted mean
@@ -19,7 +20,7 @@ You may call:
 
 Check it with: python -m exercises check local_averaging
 
-Stub ea1e45df.
+Stub e53ee971.
 """
 
 from torch import Tensor
@@ -37,5 +38,5 @@ def rms_distance_from_mean(parameters: Tensor, group: Group) -> float:
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
-    """Collective: call `local_step` for each number in `steps`, without communication, then `merge_replicas`."""
+    """Collective: call `local_step`, which does not communicate, for each step; then `merge_replicas` by `weight`."""
     raise NotImplementedError("take the local steps, then merge the replicas")

@@ -7,9 +7,9 @@ parameters: one flat tensor, equal on all ranks at the start; the inner steps ch
 rank. Let theta be the parameters after the last outer step, theta_i the present parameters of replica i, and
 g = sum_i w_i (theta - theta_i) / sum_i w_i. The outer step is
     v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
-and then all replicas continue from theta. Example: theta = 10, lr 0.5, momentum 0.5. Two replicas of weight 1 reach 6
-and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then reach 7 and 6.5: g = 1, v = 2.5, theta =
-6.625.
+and then all replicas continue from theta. Write this step yourself: torch.optim.SGD is not allowed. Example: theta =
+10, lr 0.5, momentum 0.5. Two replicas of weight 1 reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75.
+If they then reach 7 and 6.5: g = 1, v = 2.5, theta = 6.625.
 
 Checked: four rounds, compared with a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0,
 which is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a
@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check outer_step
 
-Stub 7b415925.
+Stub cb11f9d1.
 """
 
 import torch
@@ -41,5 +41,5 @@ class OuterStep:
         raise NotImplementedError("note the parameters, a velocity of zeros, and the two numbers")
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite `parameters`, the result of this rank's inner steps, by the outer step's result."""
+        """Collective: overwrite `parameters` after inner steps with the outer step's. weight: see `merge_replicas`."""
         raise NotImplementedError("merge the differences, and make a Nesterov step with the mean")

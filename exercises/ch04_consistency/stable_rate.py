@@ -10,12 +10,14 @@ theta_{t - delay}, starting at 1. lr and curvature are above 0; delay is an inte
     diverges_with_delay(1.05, 1) is True: the parameter oscillates, and its largest values grow slowly
     diverges_with_delay(0.95, 1) is False: it oscillates as well, and its largest values fall
 
-The experiment makes at least num_updates updates: with workers and a server on the virtual clock, or by a loop of
-your own. A parameter that has become infinite or NaN has diverged.
+The experiment makes at least num_updates updates, unless the parameter overflows before: with workers and a server on
+the virtual clock, or by a loop of your own. It must not use the formula. A parameter that has become infinite or NaN
+has diverged.
 
 Checked: the formula for delays 0 to 12, against the roots of the recursion's polynomial; the experiment for delays 0
-to 9 with rates 2 % below and above the largest stable one, with several curvatures, and with rates that overflow; and
-that it returns a bool.
+to 9 and 40 with rates 2 % below and above the largest stable one, with several curvatures, and with rates that
+overflow; that it returns a bool and does not call max_stable_learning_rate; and, if it uses a Server, the number of
+updates.
 
 You may call:
     Server(parameters, update, num_workers)   calls update(parameters, gradient) at every push
@@ -25,7 +27,7 @@ You may call:
 
 Check it with: python -m exercises check stable_rate
 
-Stub 49b8a128.
+Stub 6949c857.
 """
 
 import math
@@ -47,7 +49,8 @@ def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
 def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
     """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    curvature: the second derivative of the quadratic. Simulates delay + 1 equally fast workers without a staleness
+    lr: the learning rate. delay: the staleness of every gradient, in updates. curvature: the second derivative of the
+    quadratic. num_updates: how many to simulate. Simulates delay + 1 equally fast workers without a staleness
     bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
     push.
     """

@@ -7,7 +7,8 @@ is due (_is_due), and answer it (_answer).
 A worker's clock is the number of its pushes. Pull number c of a worker, from 0, must see all pushes of every worker
 before number c - bound, and no push from number c + bound on. So a pull waits until slow workers have pushed, and a
 push waits until slow workers have pulled. Requests that are due are answered at once, in the order of their arrival;
-an answer can make other requests due.
+an answer can make other requests due. `staleness` has one entry per update: the number of other updates since the pull
+of this update's worker was answered.
 
 Example: 2 workers, bound 0. Worker 0 pulls: handle returns [(0, parameters)]. Worker 0 pushes: [], because worker 1
 has not pulled yet and must not see this push. Worker 1 pulls: [(1, parameters), (0, None)]. Worker 0 pulls: []; its
@@ -24,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check staleness_bound
 
-Stub c306d642.
+Stub 776ca5cc.
 """
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class Server:
     update: applies one gradient to the parameters. bound: how many clocks (pushes) a worker may be ahead of the slowest
     one; None: any number. Pull number c, from 0, sees every worker's pushes before number c - bound and none from
     number c + bound on. With bound 0 these are exactly the pushes before c: with plain SGD, synchronous training.
-    staleness: for each update, the number of other updates between its worker's pull and its push.
+    staleness: for each update, the number of other updates since its worker's pull was answered.
     """
 
     def __init__(self, parameters: Tensor, update: Update, num_workers: int, bound: int | None = None):

@@ -4,6 +4,7 @@ import inspect
 
 import torch
 
+from exercises.conditions import FLOATS, Declaration, Tensors, check_conditions
 from exercises.testing import Wrong, expect, show, test
 from minidist.consistency.simple import Pull, Push
 
@@ -56,7 +57,7 @@ def expected(num_steps):
     return requests
 
 
-@test(points=3)
+@test(points=2)
 def pulls_and_pushes_in_turn(answer):
     """In every step the worker pulls, computes with the parameters that it has just pulled, and pushes the gradient."""
     for num_steps in (1, 2, 5):
@@ -70,7 +71,7 @@ def no_steps(answer):
     expect("the requests", serve(start(answer, Gradients(), 0), []), [], case="asynchronous_worker(compute, 0)")
 
 
-@test(points=2)
+@test(points=1)
 def computes_once_per_step(answer):
     """`compute_gradient` is called once per step, with the number of the step, from 0."""
     gradients = Gradients()
@@ -108,3 +109,30 @@ def pulled_parameters_stay_as_they_are(answer):
         expect("the pulled parameters afterwards", mine, values(step), case=f"step {step}")
     expect("whether the worker has ended", request, None)
     expect("the pushed gradients afterwards", pushed, [values(step) * (step + 2) for step in range(3)])
+
+
+def pushed_gradients(answer, group, parameters):
+    """The gradients of three steps, of which the first is zero; every pull is answered by the same parameters."""
+    worker, pushed = start(answer, lambda pulled, step: step * pulled, 3), []
+    request = next(worker)
+    for step in range(3):
+        name = f"the request number {2 * step + 2}, after the parameters {show(parameters)}"
+        push = worker.send(parameters)
+        expect(name, type(push).__name__, "Push")
+        pushed.append(push.gradient)
+        request = next(worker, None)
+    expect("whether the worker has ended", request, None)
+    return pushed
+
+
+DECLARATION = Declaration(
+    inputs={"parameters": Tensors(dtypes=FLOATS)},
+    call=pushed_gradients,
+    reference=lambda ranks, rank: [step * ranks[0]["parameters"] for step in range(3)],
+)
+
+
+@test(points=2)
+def holds_under_every_condition(answer, world, network):
+    """Every gradient is pushed as it is: of any floating dtype, size and layout, and if it is zero or not finite."""
+    check_conditions(DECLARATION, answer, world, network)

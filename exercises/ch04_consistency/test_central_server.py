@@ -1,10 +1,12 @@
 """Tests of central_server: whole numbers, so that sums are exact in any order; only the server has valid parameters."""
 
 import math
+from dataclasses import replace
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import Declaration, Drawn, Tensors, check_conditions, exact
+from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import all_gather_object
 
 SIZES = (7, 2)  # neither is a multiple of 3 or 4; with two elements, some ranks of four have an empty shard
@@ -130,3 +132,65 @@ def no_link_carries_more_than_another(answer, world, network):
     expect("messages sent: (to rank, bytes)", sorted(sends), expected, case=case)
     expect("messages received: (from rank, bytes)", sorted(receives), expected, case=case)
     expect("this rank's gradient, which may be used again", mine, gradient(world.rank, 0, 7), case=case)
+
+
+def subtract(parameters, total):
+    parameters -= total
+
+
+def updated_by_one_process(ranks, rank):
+    """The server's parameters less the gradients of all ranks."""
+    parameters = ranks[ranks[0]["server"]]["parameters"]
+    return (exact(parameters) - sum(exact(each["gradient"]) for each in ranks)).to(parameters.dtype)
+
+
+def call_central_step(answer, group, parameters, gradient, server):
+    answer.central_step(parameters, gradient, subtract, group, server)
+    return parameters
+
+
+def call_sharded_step(answer, group, parameters, gradient):
+    answer.sharded_step(parameters, gradient, subtract, group)
+    return parameters
+
+
+def shards_updated_by_one_process(ranks, rank):
+    """The parameters, which are equal on all ranks, less the gradients of all ranks."""
+    total = sum(exact(each["gradient"]) for each in ranks)
+    return (exact(ranks[0]["parameters"]) - total).to(ranks[0]["parameters"].dtype)
+
+
+def there_and_back(ranks):
+    """Each rank but the server sends its gradient and receives the parameters; of shards the same in all."""
+    parameters, size = ranks[0]["parameters"], len(ranks)
+    return 2 * (size - 1) * parameters.numel() * parameters.element_size()
+
+
+DECLARATION = Declaration(
+    inputs={
+        "parameters": Tensors(layouts=("slice",)),
+        "gradient": Tensors(layouts=("slice",), like="parameters"),
+        "server": Drawn(lambda rank, ranks, draw: draw % ranks, {"the last rank": -1}),
+    },
+    call=call_central_step,
+    reference=updated_by_one_process,
+    changes=("parameters",),
+    replicas=True,
+    max_bytes=there_and_back,
+)
+SHARDED = replace(
+    DECLARATION,
+    inputs={
+        "parameters": Tensors(layouts=("slice",), differs=False),
+        "gradient": Tensors(layouts=("slice",), like="parameters"),
+    },
+    call=call_sharded_step,
+    reference=shards_updated_by_one_process,
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any dtype, size, layout, server and group, also one of only some ranks; calls do not influence each other."""
+    check_conditions(DECLARATION, answer, world, network)
+    check_conditions(SHARDED, answer, world, network)

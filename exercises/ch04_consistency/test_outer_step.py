@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.conditions import FLOATS, Declaration, Drawn, Tensors, check_conditions, exact
+from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import all_gather_object
 
 NUMEL, ROUNDS = 6, 4
@@ -135,3 +136,47 @@ def sends_the_difference_once(answer, world, network):
         outer.step(parameters, 1.0, network.group)
         large = [(r.name, r.payload_bytes) for r in network.records[before:] if r.payload_bytes > 64]
         expect("messages of more than 64 bytes", large, [("all_reduce", 4000)])
+
+
+def two_rounds_by_one_process(ranks, rank):
+    """Two outer steps of rate 0.5 and momentum 0.5 in float64, rounded once."""
+    total = sum(each["weight"] for each in ranks)
+    theta, velocity = exact(ranks[0]["parameters"]), 0.0
+    for number in range(2):
+        mean = sum(each["weight"] * (theta - 4 * (each["rank"] + number)) for each in ranks) / total
+        velocity = 0.5 * velocity + (theta - mean)
+        theta = theta - 0.5 * ((theta - mean) + 0.5 * velocity)
+    return theta.to(ranks[0]["parameters"].dtype)
+
+
+def call_outer_step(answer, group, parameters, weight, rank):
+    outer = answer.OuterStep(parameters, 0.5, 0.5)
+    for number in range(2):
+        parameters -= 4 * (rank + number)
+        outer.step(parameters, weight, group)
+    return parameters
+
+
+DECLARATION = Declaration(
+    inputs={
+        "parameters": Tensors(dtypes=FLOATS, differs=False, non_finite=False),
+        "weight": Drawn(
+            lambda rank, ranks, draw: float(rank > 0 or ranks == 1) if draw else rank + 1.0, {"rank 0 has weight 0": 1}
+        ),
+        "rank": Drawn(lambda rank, ranks, draw: rank),
+    },
+    call=call_outer_step,
+    reference=two_rounds_by_one_process,
+    changes=("parameters",),
+    replicas=True,
+    roundings=24,  # twice: a product and a sum for each of at most seven ranks, a quotient, and four for the outer step
+    more_dtypes=(torch.float64,),  # of the weights
+    # In each of two rounds the difference there and back; a few bytes for the weights.
+    max_bytes=lambda ranks: 4 * (len(ranks) - 1) * (ranks[0]["parameters"].nbytes + 16),
+)
+
+
+@test(points=3, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any floating dtype, size, layout and group, also one of some ranks; optimizers do not influence each other."""
+    check_conditions(DECLARATION, answer, world, network)

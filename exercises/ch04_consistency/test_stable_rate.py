@@ -1,8 +1,11 @@
 """Tests of stable_rate: the roots of the recursion's polynomial, by numpy."""
 
+from unittest import mock
+
 import numpy as np
 
-from exercises.testing import Wrong, expect, show, test
+from exercises.testing import Wrong, expect, learner_globals, show, test
+from minidist.consistency.simple import Push, Server
 
 
 def largest_root(rate, delay):
@@ -47,7 +50,7 @@ def rate_falls_with_the_curvature(answer):
 @test(points=4)
 def tells_both_sides_of_the_boundary(answer):
     """2 % above the largest stable rate the parameter grows, 2 % below it falls."""
-    for delay in range(10):
+    for delay in (*range(10), 40):
         for factor, expected in ((0.98, False), (1.02, True)):
             grows = diverges(answer, factor * boundary(delay), delay)
             expect(
@@ -55,7 +58,32 @@ def tells_both_sides_of_the_boundary(answer):
             )
 
 
-@test(points=2)
+@test(points=1)
+def makes_the_updates(answer):
+    """The experiment does not ask the formula, and makes at least num_updates updates, if it makes them by a Server."""
+    formula, handle, calls, updates = answer.max_stable_learning_rate, Server.handle, [], []
+
+    def counted_formula(*args, **kwargs):
+        calls.append(args)
+        return formula(*args, **kwargs)
+
+    def counted_handle(server, worker, request):
+        updates.append(isinstance(request, Push))
+        return handle(server, worker, request)
+
+    names = mock.patch.dict(learner_globals(answer), max_stable_learning_rate=counted_formula)
+    with names, mock.patch.object(Server, "handle", counted_handle):
+        for delay, num_updates in ((2, 1000), (6, 500)):
+            updates.clear()
+            diverges(answer, 0.5 * boundary(delay), delay, 1.0, num_updates)
+            case = f"diverges_with_delay(lr, {delay}, 1.0, {num_updates})"
+            expect("calls of max_stable_learning_rate by diverges_with_delay", len(calls), 0, case=case)
+            if updates:
+                what = f"whether the server makes {num_updates} updates or more (counted: {sum(updates)})"
+                expect(what, sum(updates) >= num_updates, True, case=case)
+
+
+@test(points=1)
 def experiment_uses_the_curvature(answer):
     """The gradient is curvature * theta: rate times curvature decides."""
     for curvature in (0.1, 40.0):

@@ -66,7 +66,7 @@ def pull_and_push_without_a_bound(answer):
 
 @test(points=3)
 def staleness_counts_the_updates_in_between(answer):
-    """staleness: for each update, the number of updates by others between its worker's pull and its push."""
+    """staleness: for each update, the number of other updates since its worker's pull was answered."""
     server = make_server(answer, 3)
     for worker in (0, 1, 2):
         handle(server, worker, Pull())
@@ -77,6 +77,17 @@ def staleness_counts_the_updates_in_between(answer):
         handle(server, worker, Push(own_element(worker, 3)))
     case = "workers 0, 1 and 2 pull, 1 and 0 push, 1 pulls, 1 and 2 push"
     expect("server.staleness", server.staleness, [0, 1, 0, 3], case=case)
+    server = make_server(answer, 2, bound=0)
+    for _ in range(2):
+        for worker, request in ((0, Pull), (0, Push), (1, Pull), (1, Push)):
+            handle(server, worker, request() if request is Pull else Push(own_element(worker, 2)))
+    case = "bound 0, twice: worker 0 pulls and pushes, worker 1 pulls and pushes"
+    expect("server.staleness", server.staleness, [0, 1, 0, 1], case=case)
+    server = make_server(answer, 2, bound=0)
+    for worker, request in ((0, Pull), (1, Pull), (0, Push), (0, Pull), (1, Push), (1, Pull), (0, Push), (1, Push)):
+        handle(server, worker, request() if request is Pull else Push(own_element(worker, 2)))
+    case = "bound 0: worker 0 pulls again before worker 1 pushes, and waits for this push"
+    expect("server.staleness", server.staleness, [0, 1, 0, 1], case=case)
 
 
 @test(points=3)

@@ -9,8 +9,8 @@ become [(1 + 3 * 4) / 4, (2 - 3 * 4) / 4] = [3.25, -2.5] on all three.
 
 Checked: the mean on 1 to 4 ranks, to twelve digits in float64; that the results of all ranks are equal bit by bit; a
 replica of weight 0, which does not count even if its values are NaN; weights that sum to 0, for which every rank
-raises ValueError and no parameter changes; large weights with 16-bit parameters; and that the parameters are
-all-reduced once, and only a few bytes are sent besides.
+raises ValueError and no parameter changes; token counts as weights of 16-bit parameters, whose product with a weight
+would overflow; and that the parameters are all-reduced once, and only a few bytes are sent besides.
 
 You may call:
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks
@@ -19,7 +19,7 @@ You may call:
 
 Check it with: python -m exercises check weighted_merge
 
-Stub 280639e9.
+Stub 7cab392b.
 """
 
 import torch
@@ -29,7 +29,7 @@ from minidist.comm import Group, all_reduce
 
 
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
-    """Collective: overwrite all ranks' parameters by sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i, 0 or more.
+    """Collective: overwrite all ranks' parameters with sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i >= 0.
 
     The weight may be the number of tokens that a replica has trained on. A replica of weight 0 does not count, even if
     its values are not finite. Raises ValueError on all ranks if the weights sum to 0.

@@ -1,7 +1,24 @@
 """Sixteen bytes per parameter: the memory formula.
 
-Write the missing lines of pad_to_shards and model_states; their docstrings specify the results.
-You may call: FlatParamSize, ModelStates, sum, PRECISION_BYTES, ZeroConfig.shards_gradients, Policy.separate_masters.
+Compute the bytes of parameters, gradients, master weights and optimizer states on one rank, for every ZeRO stage. A
+model is a list of flat parameters, each padded so that it has equal shards.
+
+pad_to_shards(numel, shards, moments) returns FlatParamSize(numel, shard_numel, moments), with as little padding as
+possible. model_states: zero.stage says what is sharded: 0 nothing, 1 masters and moments, 2 also gradients (unless
+zero.shards_gradients is False), 3 also parameters. policy has a dtype name for each kind of tensor: parameter,
+accumulate (of gradients), master, and state (of moments). Returns ModelStates(parameters, gradients, masters,
+moments). Without sharding a flat parameter's shard_numel is its numel.
+Example: 10 elements on 4 ranks with 2 moments give FlatParamSize(12, 3, 2). In stage 1, with parameters and gradients
+    in fp16, masters and moments in fp32, one such flat parameter takes 24, 24, 12 and 24 bytes.
+
+Checked: padding; each stage; each policy, with and without separate masters; the figures of the ZeRO paper, table 1;
+an iterable that can be read only once, and an empty one.
+
+You may call:
+    FlatParamSize(numel, shard_numel, moments), ModelStates(parameters, gradients, masters, moments)
+    PRECISION_BYTES[name]   bytes of one number of a dtype; zero.shards_gradients   whether gradients are sharded
+    policy.separate_masters   whether masters are a copy of their own; if not, they take no bytes
+
 Check it with: python -m exercises check memory_formula
 
 Stub a4e8f221.

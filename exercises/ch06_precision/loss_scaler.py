@@ -1,61 +1,58 @@
 """Dynamic loss scaling.
 
-Write the missing lines of LossScaler; its docstring specifies the result.
-You may call: _float32, len, list.append, list.clear, float.
+The loss is multiplied by a scale before backward, and the gradients are divided by it afterwards. Write the class that
+searches for the largest scale that does not overflow, and that continues the search after a restart.
+
+LossScaler(config): config.initial_scale is a power of two; config.growth_interval and config.max_overflows are numbers
+of steps. update(overflow) is called once per step, with a bool. scale is a float, overflowed a list of floats.
+Example: with initial_scale=1024 and growth_interval=2, the scales after the steps good, good, overflow, good, good are
+    1024, 2048, 1024, 1024, 2048
+After the overflow, overflowed is [2048.0] until the next good step, and then [].
+
+Checked: the scales of many sequences of steps against torch's own rule; `overflowed` and `exhausted` with several
+limits; and that a scaler that has loaded a state from JSON continues exactly as the one that saved it.
+
+You may call:
+    len(list), min(a, b), float(number)   nothing else is needed
+
 Check it with: python -m exercises check loss_scaler
 
-Stub 3e380a72.
+Stub bb4465cd.
 """
 
-import math
 from typing import Any
 
 from minidist.config import PrecisionConfig
-from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale, for gradients that would underflow in fp16.
+    """The dynamic loss scale, for gradients that would underflow in fp16 (arXiv 1710.03740, section 3.2).
 
-    scale: the factor of this step's loss; a float32 number, as in torch. overflowed: the loss scales of the latest
-    consecutive steps that overflowed, oldest first; empty if the last step did not overflow.
+    config: `initial_scale` is a power of two, so scaling is exact; `growth_interval` and `max_overflows` count steps.
+    scale: the factor of this step's loss. overflowed: the scales of the latest consecutive steps that overflowed,
+    oldest first; empty if the last step did not overflow. exhausted: whether these are `max_overflows` steps or more.
     """
 
     def __init__(self, config: PrecisionConfig):
-        self.scale = _float32(config.initial_scale)
-        self.overflowed: list[float] = []
-        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
-        self._good_steps = 0
+        raise NotImplementedError("start with the initial scale, and no step")
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
-        raise NotImplementedError("return whether the last `_max_overflows` steps or more all overflowed")
+        """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
+        raise NotImplementedError("return whether `max_overflows` consecutive steps or more overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
+        """Halve the scale after an overflow; double it after `growth_interval` consecutive successful steps.
 
-        The scale grows after `growth_interval` consecutive successful steps; every change restarts the count. It stays
-        a float32 number, has no lower limit, and is not doubled if the result would be infinite. overflow: whether a
-        non-finite gradient on any rank caused a skip.
+        Every change restarts the count of steps. At 2**127 the scale is not doubled, as fp32 has no 2**128, but the
+        count restarts. overflow: whether a gradient on any rank was non-finite.
         """
-        raise NotImplementedError("halve the scale after an overflow, double it after `_interval` successful steps")
+        raise NotImplementedError("halve the scale after an overflow, double it after enough successful steps")
 
-    def state_dict(self) -> dict:
-        """Return the scale and its counters for a checkpoint, as a JSON object."""
-        return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"scale": float, "good_steps": int, "overflowed": list}, which determine all later steps."""
+        raise NotImplementedError("return everything that later steps depend on")
 
-    def load_state_dict(self, state: dict) -> None:
-        """Restore a state that `state_dict()` returned."""
-        self.scale, self._good_steps = state["scale"], state["good_steps"]
-        self.overflowed = list(state["overflowed"])
-
-    @staticmethod
-    def is_valid_state(state: Any) -> bool:
-        """Whether an object read from JSON could have been returned by `state_dict()`."""
-        if not isinstance(state, dict) or not isinstance(overflowed := state.get("overflowed"), list):
-            return False
-        numbers = [state.get("scale"), *overflowed]
-        return type(state.get("good_steps")) is int and all(
-            type(number) is float and math.isfinite(number) and number >= 0 for number in numbers
-        )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state_dict()` returned; it may have been written to JSON and read again."""
+        raise NotImplementedError("restore such a state")

@@ -1,194 +1,158 @@
-"""Tests of master_weights: the reference keeps every weight in float64, and rounds a copy of it."""
+"""Tests of master_weights: the reference keeps every weight in float64; roundings are counted."""
+
+import math
 
 import torch
 
 from exercises.observations import PeakMemory
-from exercises.testing import expect, test
-from minidist.comm import all_gather
-from minidist.precision.dtypes import PrecisionDtypes
+from exercises.testing import Wrong, expect, test
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-BOUNDS = {"first": (0, 5), "second": (6, 9)}  # of a piece of 11 elements; element 5 and the last two are padding
-
-
-def dtypes(parameter=BF16, master=FP32):
-    """parameter: what the model reads; master: None where masters do not last."""
-    return PrecisionDtypes(parameter, FP32, FP32, state=master or FP32, master=master)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = ((2, 3), (5,), ())
+DRAWS = 20_000
 
 
-def exact(seed=0, bounds=BOUNDS):
-    """Values near 1 that have more digits than 16 bits do."""
+def exact(seed=0):
+    """Values between 1 and 1.5 that have more digits than 16 bits do."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: 1 + torch.rand(stop - start, generator=generator) / 2 for name, (start, stop) in bounds.items()}
+    return [1 + torch.rand(shape, generator=generator) / 2 for shape in SHAPES]
 
 
-def piece(values, dtype=BF16, bounds=BOUNDS, numel=11):
-    """The memory that the model reads: the values rounded; padding is 0."""
-    part = torch.zeros(numel, dtype=dtype)
-    for name, (start, stop) in bounds.items():
-        part[start:stop] = values[name].to(dtype)
-    return part
-
-
-def masters_of(answer, dtype=BF16, master=FP32, rounding=None):
-    """The learner's masters of a piece, the piece, and the values before rounding."""
+def weights_of(answer, dtype=BF16, generator=None):
+    """The learner's masters, the parameters, and the values before rounding."""
     values = exact()
-    part = piece(values, dtype)
-    return answer.MasterWeights(part, BOUNDS, values, dtypes(dtype, master), rounding=rounding), part, values
+    parameters = [torch.nn.Parameter(value.to(dtype)) for value in values]
+    return answer.MasterWeights(iter(parameters), iter(values), generator), parameters, values
 
 
-def same_memory(one, other):
-    return one.data_ptr() == other.data_ptr()
+def named(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 @test(points=3)
 def start_from_unrounded_values(answer):
-    """Masters are a copy in the wider format, equal to the values before they were rounded; padding is 0."""
-    for dtype, wide in ((BF16, FP32), (FP16, FP32), (BF16, FP64), (FP32, FP64)):
-        masters, part, values = masters_of(answer, dtype, wide)
-        case = f"parameters in {dtype}, masters in {wide}".replace("torch.", "")
-        expect("the format of the masters", str(masters.tensor.dtype), str(wide), case=case)
-        for name, (start, stop) in BOUNDS.items():
-            expect(f"the masters of {name}", masters.views[name], values[name], case=case)
-            expect(f"the same as a slice of `tensor`: {name}", masters.tensor[start:stop], values[name], case=case)
-            there = same_memory(masters.views[name], masters.tensor[start:])
-            expect(f"whether the view of {name} lies in `tensor`", there, True, case=case)
-        padding = [masters.tensor[index].item() for index in (5, 9, 10)]
-        expect("what is between the parameters and behind them", padding, [0.0] * 3, case=case)
-        expect("the piece that the model reads", part, piece(values, dtype), case=case)
+    """Masters are fp32 copies of the values before they were rounded; they share no memory with anything."""
+    for dtype in (BF16, FP16):
+        weights, parameters, values = weights_of(answer, dtype)
+        case = f"parameters in {named(dtype)}"
+        expect("the number of masters", len(weights.masters), len(values), case=case)
+        for number, (master, value) in enumerate(zip(weights.masters, values, strict=True)):
+            expect(f"the dtype of master {number}", named(master.dtype), "float32", case=case)
+            expect(f"master {number}", master, value, case=case)
+            expect(f"the parameter of master {number}", parameters[number].detach(), value.to(dtype), case=case)
+        weights.masters[0].data.add_(1)
+        expect("the values that were given, after a master has changed", values[0], exact()[0], case=case)
 
 
 @test(points=3)
 def small_updates_add_up(answer):
-    """Two hundred updates, each too small for the parameter's format, move it as far as one 200 times as large."""
+    """Two hundred updates, each too small for the parameters' dtype, move them as far as one 200 times as large."""
     for dtype, update in ((BF16, 2.0**-12), (FP16, 2.0**-15)):
-        masters, part, values = masters_of(answer, dtype)
+        weights, parameters, values = weights_of(answer, dtype)
+        optimizer = torch.optim.SGD(weights.masters, lr=update)
         for step in range(200):
-            masters.attach_grads(torch.ones(11))
-            for view in masters.views.values():
-                view.data -= update * view.grad
-            masters.copy_to_params(step)
-            masters.detach_grads()
-            # Multiples of 2**-23 between 1/2 and 2 are exact in float32.
-            moved = {name: value.double() - (step + 1) * update for name, value in values.items()}
-            for name, (start, stop) in BOUNDS.items():
-                case = f"{step + 1} updates of {-update}, {dtype}".replace("torch.", "")
-                expect(f"the masters of {name}", masters.views[name], moved[name], case=case)
-                read, kept = part[start:stop], masters.views[name].to(dtype)
-                expect(f"what the model reads of {name}: its masters, rounded", read, kept, case=case)
-    expect("the piece's padding", [part[index].item() for index in (5, 9, 10)], [0.0] * 3)
+            weights.attach_grads([torch.ones(shape) for shape in SHAPES])
+            optimizer.step()
+            weights.copy_to_params()
+            case = f"{step + 1} updates of {-update}, parameters in {named(dtype)}"
+            for number, value in enumerate(values):
+                # Multiples of 2**-23 between 1/2 and 2 are exact in float32.
+                moved = value.double() - (step + 1) * update
+                expect(f"master {number}", weights.masters[number].detach().double(), moved, case=case)
+                read = parameters[number].detach()
+                expect(f"the dtype of parameter {number}", named(read.dtype), named(dtype), case=case)
+                expect(f"parameter {number}, which is its master rounded", read, moved.float().to(dtype), case=case)
 
 
 @test(points=3)
-def gradients_in_the_masters_dtype(answer):
-    """Each master that was used has its slice of the gradients, in the masters' format, while the update is open."""
-    gradients = torch.arange(1.0, 12.0)
-    for dtype in (BF16, FP32):
-        masters, _, _ = masters_of(answer)
-        for unused in ((), ("second",), ("first", "second")):
-            masters.attach_grads(gradients.to(dtype), unused)
-            for name, (start, stop) in BOUNDS.items():
-                grad = masters.views[name].grad
-                case = f"gradients in {dtype}, unused: {list(unused)}".replace("torch.", "")
-                wanted = None if name in unused else gradients[start:stop].tolist()
-                expect(f"the gradient of {name}", None if grad is None else grad.tolist(), wanted, case=case)
-                if grad is not None:
-                    expect(f"the format of the gradient of {name}", str(grad.dtype), "torch.float32", case=case)
-            masters.detach_grads()
-
-
-@test(points=2)
-def no_copy_of_equal_dtype(answer):
-    """With parameters in the masters' format, the masters are the piece itself, and gradients are not copied either."""
-    for dtype in (FP32, FP64):
-        gradients = torch.ones(11, dtype=dtype)
-        masters, part, values = masters_of(answer, dtype, dtype)
-        case = f"everything in {dtype}".replace("torch.", "")
-        expect("whether `tensor` is the piece's own memory", same_memory(masters.tensor, part), True, case=case)
-        masters.attach_grads(gradients)
-        for name, (start, stop) in BOUNDS.items():
-            expect(f"whether {name} lies in it", same_memory(masters.views[name], part[start:]), True, case=case)
-            there = same_memory(masters.views[name].grad, gradients[start:])
-            expect(f"whether the gradient of {name} is what was given", there, True, case=case)
-            masters.views[name].data -= 0.25 * masters.views[name].grad
-        masters.copy_to_params()
-        masters.detach_grads()
-        moved = {name: value - 0.25 for name, value in values.items()}
-        expect("the piece after an update", part, piece(moved, dtype), case=case)
-    part = torch.ones(250_000)
-    with PeakMemory() as memory:
-        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, {"all": part}, dtypes(FP32))
-        masters.attach_grads(part)
-        masters.copy_to_params()
-    expect("memory taken for 1 MB of masters in the parameters' format, in MB", memory.peak_bytes // 10**6, 0)
-
-
-@test(points=2)
-def memory_of_one_copy(answer):
-    """Masters of their own take 4 bytes per element; an update with float32 gradients takes none."""
-    part = torch.ones(250_000, dtype=BF16)
-    values, gradients = {"all": torch.ones(250_000)}, torch.ones(250_000)
-    with PeakMemory() as memory:
-        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, values, dtypes())
-        masters.attach_grads(gradients)
-        masters.copy_to_params()
-        masters.detach_grads()
-    expect("memory taken for 1 MB of masters, in MB", memory.peak_bytes / 10**6, 1.0, tolerance=0.1)
+def gradients_divided_in_float32(answer):
+    """Each master's gradient is fp32, and divided by the scale after the conversion; the given ones are unchanged."""
+    for dtype in (FP16, BF16, FP32):
+        for scale in (1.0, 2.0**16, 3.0):
+            weights, _, _ = weights_of(answer)
+            given = [(torch.arange(float(math.prod(shape))).view(shape) + 2.0**-20).to(dtype) for shape in SHAPES]
+            copies = [gradient.clone() for gradient in given]
+            for _ in range(2):  # the second step replaces the gradients of the first
+                weights.attach_grads(given, scale)
+                case = f"gradients in {named(dtype)}, scale {scale:g}"
+                for number, (master, copy) in enumerate(zip(weights.masters, copies, strict=True)):
+                    if master.grad is None:
+                        raise Wrong("wrong", f"the gradient of master {number} is None", "a tensor", "None")
+                    expect(f"the dtype of gradient {number}", named(master.grad.dtype), "float32", case=case)
+                    expect(f"gradient {number} of the masters", master.grad, copy.float() / scale, case=case)
+                    expect(f"gradient {number} that was given", given[number], copy, case=case)
 
 
 @test(points=1)
-def rounds_masters_that_do_not_last(answer):
-    """Masters that are not persistent exist during an update only, and `rounding` writes them back."""
-    calls = []
-
-    def rounding(values, into, step, name):
-        calls.append((name, step, values.tolist()))
-        into.copy_(values)
-
-    masters, part, values = masters_of(answer, master=None, rounding=rounding)
-    for step in (3, 4):
-        before = piece(values).float() if step == 3 else part.float()
-        expect("bytes of masters between updates", masters.tensor.untyped_storage().nbytes(), 0)
-        masters.attach_grads(torch.ones(11))
-        for view in masters.views.values():
-            view.data -= 0.25 * view.grad
-        masters.copy_to_params(step)
-        wanted = [(name, step, (before[start:stop] - 0.25).tolist()) for name, (start, stop) in BOUNDS.items()]
-        expect("what `rounding` was called with: (name, step, values)", sorted(calls), wanted)
-        masters.detach_grads()
-        expect("the piece after the update", part[:5], before[:5] - 0.25)
-        calls.clear()
+def memory_of_one_copy(answer):
+    """The masters take 4 bytes per element, and copying them to the parameters takes 4 more at most."""
+    parameter, value = torch.ones(250_000, dtype=BF16), torch.ones(250_000)
+    with PeakMemory() as memory:
+        weights = answer.MasterWeights([parameter], [value])
+    expect("memory that 1 MB of masters take, in MB", memory.peak_bytes / 10**6, 1.0, tolerance=0.1)
+    with PeakMemory() as memory:
+        weights.copy_to_params()
+    expect("at most 1.1 MB to copy the masters to the parameters", memory.peak_bytes / 10**6 <= 1.1, True)
 
 
-@test(points=2, ranks=(1, 2, 3, 4))
-def each_rank_updates_its_shard(answer, world, network):
-    """Each rank updates its shard of a row; gathered, the row is that of one process with masters for all of it."""
-    sizes, numel = {"embed": 7, "norm": 3, "head": 6}, 16
-    shard = -(-numel // world.size)
-    row, values, bounds, start = torch.zeros(shard * world.size, dtype=BF16), {}, {}, 0
-    whole = torch.cat(list(exact(7, {name: (0, size) for name, size in sizes.items()}).values()))
-    row[:numel] = whole
-    begin, end = shard * world.rank, shard * (world.rank + 1)
-    for name, size in sizes.items():
-        low, high = max(start, begin), min(start + size, end)
-        if low < high:
-            bounds[name], values[name] = (low - begin, high - begin), whole[low:high]
-        start += size
-    part = row[begin:end]
-    masters, expected = answer.MasterWeights(part, bounds, values, dtypes()), whole.double()
-    for step in range(20):
-        gradients = (1 + 32 * torch.arange(float(row.numel()))) * 2.0 ** -(20 + step % 3)
-        masters.attach_grads(gradients[begin:end])
-        for view in masters.views.values():
-            view.data -= view.grad
-        masters.copy_to_params(step)
-        masters.detach_grads()
-        expected = expected - gradients[:numel].double()
-        all_gather(row, part, network.group)
-    # Multiples of 2**-23 between 1/2 and 2 are exact in float32.
-    flat = expected.tolist() + [0.0] * (row.numel() - numel)
-    for name, (start, stop) in bounds.items():
-        wanted = flat[begin + start : begin + stop]
-        expect(f"the masters of {name} after 20 steps", masters.views[name], wanted, case=f"rank {world.rank}")
-    what, case = "the row after 20 steps, on every rank", f"{world.size} shards of {shard}"
-    expect(what, row[:numel].float(), expected.float().to(BF16).float(), case=case)
+@test(points=3)
+def rounds_to_neighbours_at_random(answer):
+    """A value becomes one of its two bf16 neighbours, and the nearer one more often, in proportion."""
+    generator = torch.Generator().manual_seed(5)
+    state = torch.get_rng_state()
+    for value, low, high in (
+        (1.001, 1.0, 1 + 2.0**-7),
+        (-1.003, -1 - 2.0**-7, -1.0),
+        (1 + 2.0**-8, 1.0, 1 + 2.0**-7),
+        (1000.7, 1000.0, 1004.0),
+        (1.25 * 2.0**-20 + 2.0**-28, 1.25 * 2.0**-20, 1.25 * 2.0**-20 + 2.0**-27),
+    ):
+        values = torch.full((DRAWS // 4, 4), value)
+        rounded = answer.round_stochastically(values, generator)
+        case = f"{DRAWS:,} times {value}"
+        expect("the dtype of the result", named(rounded.dtype), "bfloat16", case=case)
+        expect("the shape of the result", list(rounded.shape), list(values.shape), case=case)
+        expect("the different results", sorted(rounded.double().unique().tolist()), [low, high], case=case)
+        chance = (values[0, 0].item() - low) / (high - low)
+        share = (rounded.double() == high).double().mean().item()
+        # Five standard deviations of the share of `DRAWS` independent draws.
+        off = 5 * math.sqrt(chance * (1 - chance) / DRAWS)
+        expect(f"the share of results that are {high}", share, chance, tolerance=off, case=case)
+        expect("the values that were given", values, torch.full((DRAWS // 4, 4), value), case=case)
+    expect("torch's own random state is unchanged", torch.equal(torch.get_rng_state(), state), True)
+
+
+@test(points=2)
+def keeps_what_bfloat16_represents(answer):
+    """Values that bf16 represents, zeros of both signs, infinities and NaN stay what they are."""
+    generator = torch.Generator().manual_seed(6)
+    numbers = [0.0, -0.0, 1.0, -1.5, 1.0078125, 2.0**-130, -(2.0**100), 3.3895313892515355e38, math.inf, -math.inf]
+    for _ in range(20):
+        rounded = answer.round_stochastically(torch.tensor(numbers), generator)
+        expect("the rounded values", rounded.float(), torch.tensor(numbers), case=f"{numbers}")
+        expect("the signs of the zeros", torch.signbit(rounded[:2]).tolist(), [False, True])
+        # The first and the last bit pattern of a NaN, of both signs, and the usual one.
+        patterns = torch.tensor([0x7F800001, 0x7FFFFFFF, -0x7FFFFF, -1, 0x7FC00000], dtype=torch.int32)
+        rounded = answer.round_stochastically(patterns.view(torch.float32), generator)
+        expect("which of five NaN are NaN after rounding", rounded.isnan().tolist(), [True] * 5)
+
+
+@test(points=1)
+def parameters_are_rounded_by_the_generator(answer):
+    """With a generator the parameters are rounded at random, differently in each step, and the masters are not."""
+    means = []
+    for seed in (1, 1, 2):
+        parameter, value = torch.ones(DRAWS, dtype=BF16), torch.full((DRAWS,), 1 + 2.0**-9)
+        weights = answer.MasterWeights([parameter], [value], torch.Generator().manual_seed(seed))
+        read = []
+        for _ in range(2):
+            weights.copy_to_params()
+            read.append(parameter.clone())
+        up = (read[0] != 1).double().mean().item()
+        off = 5 * math.sqrt(0.25 * 0.75 / DRAWS)  # five standard deviations
+        expect("the share of parameters rounded up, a quarter of the spacing below", up, 0.25, tolerance=off)
+        expect("the masters", weights.masters[0], value)
+        expect("whether two steps are rounded equally", torch.equal(*read), False)
+        means.append(read[0])
+    expect("whether equal generators round equally", torch.equal(means[0], means[1]), True)
+    expect("whether other generators round equally", torch.equal(means[0], means[2]), False)

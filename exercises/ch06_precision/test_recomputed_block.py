@@ -1,13 +1,11 @@
 """Tests of recomputed_block: the reference is the same block without recomputation, under torch's own autograd."""
 
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from exercises.observations import PeakMemory
 from exercises.testing import Wrong, expect, test
@@ -179,48 +177,40 @@ def backward_twice(answer):
     expect("the gradient of the input after two backwards", x.grad, 2 * once)
     twice = [(2 * torch.tensor(grad)).tolist() for grad in weights]
     expect("the gradients of the weights after two backwards", stack.gradients(), twice)
-
-
-class Other(TorchFunctionMode):
-    """While it is on, torch.tanh is something else."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return torch.sigmoid(*args) * 2 if function is torch.tanh else function(*args, **(kwargs or {}))
-
-
-class Half(TorchFunctionMode):
-    """While it is on, torch.tanh is half of what it is outside of it."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        return result / 2 if function is torch.tanh else result
+    found = []
+    for wrap in (lambda run: run, answer.with_recomputation):
+        x, weight = inputs(1), draw(3, HIDDEN, HIDDEN).requires_grad_()
+        out = wrap(lambda x, weight: (x.sin() * (x @ weight).exp()).tanh())(x, weight).sum()
+        (first,) = torch.autograd.grad(out, weight, retain_graph=True)  # needs some of the saved tensors only
+        out.backward()
+        found.append([first.tolist(), x.grad.tolist(), weight.grad.tolist()])
+    expect("the gradients of a backward for the weight alone, then of a whole one", found[1], found[0])
 
 
 @test(points=1)
-def restores_function_modes(answer):
-    """Function modes that were on in forward are on in the second run, though backward comes when they are over."""
+def repeats_random_numbers(answer):
+    """torch's dropout has the same mask in both runs, and later random numbers do not change."""
     found = []
-    for stack in (Stack(), Stack(answer)):
-        x = inputs(1)
-        with Other(), Half():
-            out = stack(x, keys(0))
-        out.square().sum().backward()
-        found.append((x.grad.tolist(), stack.gradients()))
-    case = "a mode that makes another function of tanh, and one in it that deferred it"
-    expect("the gradient of the input", found[1][0], found[0][0], case=case)
-    expect("the gradients of the weights", found[1][1], found[0][1], case=case)
-
-
-class Pair(NamedTuple):
-    """Arguments may be tuples of any kind."""
-
-    scale: torch.Tensor
-    rest: tuple
+    for wrap in (lambda run: run, answer.with_recomputation):
+        weight, x = draw(3, HIDDEN, HIDDEN).requires_grad_(), inputs(1)
+        block = wrap(lambda x, weight=weight: torch.nn.functional.dropout((x @ weight).tanh(), 0.5))
+        torch.manual_seed(11)
+        outs = [block(x), block(x + 1)]
+        between = torch.rand(4)  # backward begins from another state than forward
+        outs[0].square().sum().backward()
+        found.append((weight.grad.tolist(), torch.rand(4).tolist(), between.tolist()))
+        outs[1].square().sum().backward()
+        found[-1] += (weight.grad.tolist(), x.grad.tolist())
+    case = "two calls of a block with torch's dropout, from torch.manual_seed(11)"
+    names = ("gradient of the weight", "random numbers after backward", "random numbers after forward")
+    names += ("gradient of the weight after both backwards", "gradient of the input")
+    for what, wanted, got in zip(names, *found, strict=True):
+        expect(f"the {what}", got, wanted, case=case)
 
 
 @test(points=1)
 def gradients_of_all_inputs(answer):
-    """Weights learn where the input takes no gradient, and tensors inside tuples take theirs."""
+    """Weights learn where the input takes no gradient, and all tensors among the arguments take theirs."""
     stack = Stack(answer)
     stack(inputs(1).detach(), keys(0)).square().sum().backward()
     plain = Stack()
@@ -229,11 +219,12 @@ def gradients_of_all_inputs(answer):
     found = []
     for change in (lambda run: run, answer.with_recomputation):
         x, low, high = (torch.full((2,), value, requires_grad=True) for value in (0.5, 2.0, 3.0))
-        run = change(lambda x, pair: (x * pair.scale).exp() * pair.rest[0] if pair.rest[1] is None else x)
-        found.append(
-            [grad.tolist() for grad in torch.autograd.grad(run(x, Pair(low, (high, None))).sum(), (x, low, high))]
-        )
-    expect("the gradients of x, and of two tensors in a tuple", found[1], found[0], case="run(x, Pair(a, (b, None)))")
+        y = x * 2  # an argument that is not a leaf
+        run = change(lambda x, power, low, high: ((x * low).exp() * high**power, (x + high).sin()))
+        first, second = run(y, 3, low, high)
+        grads = torch.autograd.grad(first.sum() + second.square().sum(), (x, low, high))
+        found.append([grad.tolist() for grad in grads])
+    expect("the gradients of three arguments", found[1], found[0], case="run(x, 3, low, high) with two results")
 
 
 class Sum(torch.autograd.Function):

@@ -9,9 +9,10 @@ Example: on 2 ranks with gradients [[2.0]] and [[6.0]] of one parameter, loss sc
 parameter falls by (2 + 6) / 4 = 2.0 on both, and both return True. If rank 1 passes is_usable=False, nothing changes on
 either rank, the scaler is not updated, and both return False.
 
-Checked: the parameters on 1 to 4 ranks; that no bit of parameters, optimizer states and scaler changes if any one
-rank cannot update, for each rank in turn; that the scale of every rank falls after an overflow; one all-reduce, of one
-element more than the gradients have; and that nothing has changed if that all-reduce fails.
+Checked: the parameters on 1 to 4 ranks, also with very large gradients; that no bit of parameters, optimizer states and
+scaler changes if any one rank cannot update, for each rank in turn; that the scale of every rank falls after an
+overflow; one all-reduce, of one element more than the gradients have, in float32, float64 and bfloat16; and that
+nothing has changed if that all-reduce fails.
 
 You may call:
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks; raises CommError if a rank is gone

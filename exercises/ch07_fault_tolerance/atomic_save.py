@@ -9,9 +9,10 @@ like step-00000100 counts as a checkpoint. Example: on 2 ranks that hold the row
 tensor of shape (6, 4), save(disk, 7, shards, {"step": 7}, group) returns "step-00000007" on both, a folder that holds
 rank-00000.safetensors with 12 numbers, rank-00001.safetensors with 12 numbers, and index.json.
 
-Checked: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which changes that
-were not synced are lost or kept; an error on any one rank, after which all ranks must raise ErrorOnAnyRank and no
-checkpoint may appear; and the files that an earlier attempt left behind.
+Checked: the files on 1 to 4 ranks, also in a group of some of the ranks, and with a rank that has nothing to save; a
+simulated crash before and after each change of the disk, in which changes that were not synced are lost or kept; an
+error on any one rank, after which all ranks must raise ErrorOnAnyRank and no checkpoint may appear (if only the last
+sync fails, it may); and the files that an earlier attempt left behind.
 
 You may call:
     disk.write(name, data: bytes), disk.sync(name), disk.rename(old, new), disk.remove(name)   raise OSError
@@ -23,7 +24,7 @@ You may call:
 
 Check it with: python -m exercises check atomic_save
 
-Stub 7ec47807.
+Stub 32ee9309.
 """
 
 import hashlib
@@ -50,6 +51,7 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
     shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
-    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed; then nothing is saved.
+    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed. Then nothing is saved, except
+    that the whole checkpoint may be there if only the last sync, after the rename, failed.
     """
     raise NotImplementedError("write and sync the files of all ranks in a partial folder, the index last; rename it")

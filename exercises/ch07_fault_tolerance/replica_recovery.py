@@ -16,8 +16,9 @@ process that was started meanwhile with join=True is then rank 2 of 3, and has t
 
 Checked: the sum of the parts on 1 to 7 ranks, with dropout and a loss scale; the state of all ranks after recover,
 whichever of them is ahead; processes that are killed with SIGKILL in a step, after an update and in a save, compared
-with an uninterrupted run; a process that joins, which must read no file; a full disk, which must not end the run; and
-an error other than CommError, which must end it.
+with an uninterrupted run; a process that joins, which must read no file; a full disk, which must give a warning with
+the number of the step and not end the run; checkpoints from which a new run resumes; and an error other than CommError,
+which must end the run.
 
 You may call:
     samples_at(seed, position, count, num_samples) -> list   the numbers of the samples of a global batch

@@ -10,8 +10,9 @@ samples: run_shards has params/w, optimizer.step/w, optimizer.exp_avg/w and opti
 box; run_state is {"step": 5, "position": 20, "seed": 1, "scaler": None}, or with the scaler's state_dict().
 
 Checked: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
-with dropout, a loss scale that changes and a buffer that changes; that the state is JSON; and damaged checkpoints, for
-which the newest intact checkpoint before them is used.
+with dropout, a loss scale that changes and buffers that change, one of them registered with persistent=False; a resumed
+run with another batch size; that the state is JSON; and damaged checkpoints, for which the newest intact checkpoint
+before them is used.
 
 You may call:
     read_index(disk, folder) -> dict, load(disk, folder, shards, group) -> state   raise on damage; load on all ranks
@@ -22,7 +23,7 @@ You may call:
 
 Check it with: python -m exercises check same_run_resume
 
-Stub 901a9619.
+Stub fd1ee32a.
 """
 
 import warnings
@@ -39,7 +40,8 @@ from minidist.parameters import Box
 def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
     """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
 
-    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
+    The buffers include non-persistent ones, which `state_dict` leaves out: the next step may depend on them. The names
+    of the tensors are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
     is_saved_here: whether this rank saves them.
     """
     raise NotImplementedError("return all tensors that the next steps depend on")

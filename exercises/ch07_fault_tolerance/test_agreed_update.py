@@ -19,14 +19,14 @@ RATE, MOMENTUM = 0.5, 0.25
 class Model(nn.Module):
     """Three parameters, of which one is a scalar."""
 
-    def __init__(self):
+    def __init__(self, dtype=torch.float32):
         super().__init__()
-        values = [torch.arange(float(math.prod(shape))).reshape(shape) - 1 for shape in SHAPES]
+        values = [torch.arange(float(math.prod(shape)), dtype=dtype).reshape(shape) - 1 for shape in SHAPES]
         self.values = nn.ParameterList([nn.Parameter(value) for value in values])
 
 
-def make_run(scale=None):
-    model = Model()
+def make_run(scale=None, dtype=torch.float32):
+    model = Model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, foreach=False)
     scaler = scale and LossScaler(PrecisionConfig(initial_scale=scale, growth_interval=2))
     return Run(model, optimizer, None, 10, 2, lambda step: RATE, scaler=scaler)
@@ -115,7 +115,10 @@ def overflow_stops_all(answer, world, network):
 
 @test(points=2, ranks=(2,))
 def finite_parts_with_an_infinite_sum(answer, world, network):
-    """The sum may overflow although each rank's gradient is finite; without a scaler this skips the step as well."""
+    """The sum may overflow although each rank's gradient is finite; without a scaler this skips the step as well.
+
+    Large elements are no overflow as long as each element of the sum is finite.
+    """
     for scale in (None, 64.0):
         run = make_run(scale)
         before = tensors_of(run)[0]
@@ -124,17 +127,25 @@ def finite_parts_with_an_infinite_sum(answer, world, network):
         expect("the parameters", tensors_of(run)[0], before, case="3e38 on both ranks")
         if scale:
             expect("the loss scale", run.scaler.scale, 32.0, case="3e38 on both ranks")
+        run, case = make_run(scale), "1e38 in every element on both ranks: each element of the sum is 2e38"
+        mine = [torch.full(shape, 1e38) for shape in SHAPES]
+        wanted = [value - RATE * (2 * each / (scale or 1)) for value, each in zip(before, mine, strict=True)]
+        expect("whether the ranks updated", update(answer, run, mine, network), True, case=case)
+        expect("the parameters", tensors_of(run)[0], wanted, case=case)
 
 
 @test(points=3, ranks=(2,))
 def one_message(answer, world, network):
     """One all-reduce per step, of one element more than the gradients have, in their dtype."""
     numel = sum(math.prod(shape) for shape in SHAPES)
-    for usable in (True, False):
-        before = len(network.records)
-        update(answer, make_run(8.0), gradient(world.rank, 0, 8.0), network, usable=usable or world.rank == 0)
-        sent = [(r.name, str(r.dtype).removeprefix("torch."), r.payload_bytes) for r in network.records[before:]]
-        expect("what is sent: (operation, dtype, bytes)", sent, [("all_reduce", "float32", 4 * (numel + 1))])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for usable in (True, False):
+            before, mine = len(network.records), [each.to(dtype) for each in gradient(world.rank, 0, 8.0)]
+            update(answer, make_run(8.0, dtype), mine, network, usable=usable or world.rank == 0)
+            kind = str(dtype).removeprefix("torch.")
+            sent = [(r.name, str(r.dtype).removeprefix("torch."), r.payload_bytes) for r in network.records[before:]]
+            wanted = [("all_reduce", kind, dtype.itemsize * (numel + 1))]
+            expect("what is sent: (operation, dtype, bytes)", sent, wanted, case=f"gradients in {kind}")
 
 
 @test(points=4, ranks=(2,))
@@ -149,9 +160,11 @@ def broken_connection_changes_nothing(answer, world, network):
     update(answer, run, gradient(world.rank, 0, 64.0), network)
     before, state = tensors_of(run), run.scaler.state_dict()
     group, mine = dataclasses.replace(network.group, algorithm=broken), gradient(world.rank, 1, 64.0)
-    expect_raises(CommError, answer.agreed_update, run, mine, True, group)
-    expect("parameters and momenta", tensors_of(run), before)
-    expect("the state of the scaler", run.scaler.state_dict(), state)
+    infinite = [torch.full(shape, math.inf) for shape in SHAPES]
+    for case, gradients in {"finite gradients": mine, "gradients that have overflowed": infinite}.items():
+        expect_raises(CommError, answer.agreed_update, run, gradients, True, group)
+        expect("parameters and momenta", tensors_of(run), before, case=f"{case}; the all-reduce fails")
+        expect("the state of the scaler", run.scaler.state_dict(), state, case=f"{case}; the all-reduce fails")
     expect("this rank's gradients, with which the step may be repeated", mine, gradient(world.rank, 1, 64.0))
     update(answer, run, mine, network)
     expect("the parameters after the step is repeated", tensors_of(run)[0], by_hand(world.size, (0, 1)))

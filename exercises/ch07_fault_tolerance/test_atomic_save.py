@@ -20,9 +20,16 @@ TENSORS = {
 EARLIER = checkpoint_files(OLD, {"params/w": torch.ones(2)}, {"params/w": [(0, (0,), (2,))]}, {})
 
 
-def shards_of(rank, size):
-    """Parts of unequal lengths, as views that are not contiguous; the last rank also holds what it does not save."""
-    shards = []
+def shards_of(rank, size, saving=None):
+    """Parts of unequal lengths, as views that are not contiguous; the last rank also holds what it does not save.
+
+    saving: how many ranks save something; the others hold replicas of the first tensor only.
+    """
+    shards, saving = [], saving or size
+    if rank >= saving:
+        whole = Box.whole((7, 5))
+        return [TensorShard("params/w", (7, 5), whole, TENSORS["params/w"].clone(), is_saved_here=False)]
+    size = saving
     for name, tensor in TENSORS.items():
         if not tensor.dim():
             shards.append(TensorShard(name, (), Box((), ()), tensor.clone(), rank == size - 1))
@@ -50,15 +57,24 @@ class Clock:
         return self.now
 
 
-def record(answer, world, network, name, files=EARLIER, failing=()):
-    """Save on all ranks: what was returned or raised, and the changes of all disks in one order."""
-    disk = RecordedDisk(files, Clock(world, name), failing)
-    state = {"step": 7, "rank": world.rank}
+class DiskWithBrokenRoot(RecordedDisk):
+    """Cannot sync the root folder."""
+
+    def sync(self, name):
+        if not name:
+            raise OSError("sync of the root folder: input/output error")
+        super().sync(name)
+
+
+def record(answer, world, group, name, files=EARLIER, failing=(), saving=None, kind=RecordedDisk):
+    """Save on all ranks of the group: what was returned or raised, and the changes of their disks in one order."""
+    disk = kind(files, Clock(world, f"{name} {group.ranks}"), failing)
+    state = {"step": 7, "rank": group.rank}
     try:
-        got = answer.save(disk, 7, shards_of(world.rank, world.size), state, network.group)
+        got = answer.save(disk, 7, shards_of(group.rank, group.size, saving), state, group)
     except ErrorOnAnyRank:
         got = ErrorOnAnyRank
-    return got, merge_changes(all_gather_object(disk.changes, network.group))
+    return got, merge_changes(all_gather_object(disk.changes, group))
 
 
 def last_change(changes, count):
@@ -68,24 +84,33 @@ def last_change(changes, count):
 @test(points=5, ranks=(1, 2, 3, 4))
 def saves_every_element_once(answer, world, network):
     """The folder holds the shards of all ranks, each with its SHA-256, and the index with rank 0's state."""
-    got, changes = record(answer, world, network, "whole")
-    expect("the name of the folder", got, NEW)
-    for what, files, folders in crash_states(EARLIER, changes):
-        if what == "nothing was lost":
-            expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole")
-            index = json.loads(files[f"{NEW}/index.json"].split(b"\n", 1)[1])
-            expect("the state in the index", index["state"], {"step": 7, "rank": 0})
-            shapes = {name: entry["shape"] for name, entry in index["tensors"].items()}
-            expect("the global shapes", shapes, {name: list(tensor.shape) for name, tensor in TENSORS.items()})
-    for _, (name, *_) in changes:
-        if name.startswith(OLD):
-            raise Wrong("wrong", f"the earlier checkpoint must not be touched: {name} is changed")
+    size = world.size
+    cases = [(f"{size} ranks", network.group, None)]
+    if size > 1:
+        cases.append((f"{size} ranks, of which the last saves nothing", network.group, size - 1))
+    if size == 4:
+        cases.append((f"a group of the ranks {network.divided_group.ranks} of 4", network.divided_group, None))
+    for case, group, saving in cases:
+        got, changes = record(answer, world, group, case, saving=saving)
+        expect("the name of the folder", got, NEW, case=case)
+        [(_, files, folders), *_] = crash_states(EARLIER, changes)
+        expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole", case=case)
+        index = json.loads(files[f"{NEW}/index.json"].split(b"\n", 1)[1])
+        expect("the state in the index", index["state"], {"step": 7, "rank": 0}, case=case)
+        shapes = {name: entry["shape"] for name, entry in index["tensors"].items()}
+        expect("the global shapes", shapes, {name: list(tensor.shape) for name, tensor in TENSORS.items()}, case=case)
+        for rank in range(saving or group.size):
+            file = f"rank-{rank:05d}.safetensors"
+            expect(f"whether the folder has {file}", f"{NEW}/{file}" in files, True, case=case)
+        for _, (name, *_) in changes:
+            if name.startswith(OLD):
+                raise Wrong("wrong", f"the earlier checkpoint must not be touched: {name} is changed", case=case)
 
 
 @test(points=6, ranks=(1, 3))
 def crash_at_every_change(answer, world, network):
     """Whenever the machine crashes, and whatever had not been synced, the checkpoint is whole or absent."""
-    _, changes = record(answer, world, network, "crash")
+    _, changes = record(answer, world, network.group, "crash")
     for count in range(len(changes) + 1):
         for lost, files, folders in crash_states(EARLIER, changes[:count]):
             found = describe_checkpoint(files, folders, NEW, TENSORS)
@@ -101,7 +126,7 @@ def crash_at_every_change(answer, world, network):
 @test(points=3, ranks=(1, 2))
 def on_disk_when_it_returns(answer, world, network):
     """When save has returned, no crash can lose the checkpoint."""
-    _, changes = record(answer, world, network, "durable")
+    _, changes = record(answer, world, network.group, "durable")
     for lost, files, folders in crash_states(EARLIER, changes):
         case = f"a crash after save has returned; {lost}"
         expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole", case=case)
@@ -113,7 +138,7 @@ def full_disk_on_one_rank(answer, world, network):
     for rank in range(world.size):
         for operation in ("write", "sync"):
             failing = [(operation, ".safetensors")] if world.rank == rank else []
-            got, changes = record(answer, world, network, f"full {operation} {rank}", failing=failing)
+            got, changes = record(answer, world, network.group, f"full {operation} {rank}", failing=failing)
             case = f"the {operation} of rank {rank}'s file raises OSError"
             expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
             renamed = [arguments for name, arguments in changes if name == "rename" and arguments[1] == NEW]
@@ -122,20 +147,30 @@ def full_disk_on_one_rank(answer, world, network):
 
 @test(points=2, ranks=(1, 3))
 def no_index_no_checkpoint(answer, world, network):
-    """If rank 0 cannot write or sync the index, all ranks raise ErrorOnAnyRank, and no checkpoint appears."""
+    """If rank 0 cannot write or sync the index, all ranks raise ErrorOnAnyRank, and no checkpoint appears.
+
+    If only the last sync of the root fails, all ranks raise, too; the checkpoint is whole or absent.
+    """
     for operation in ("write", "sync"):
         failing = [(operation, "index.json")] if world.rank == 0 else []
-        got, changes = record(answer, world, network, f"index {operation}", failing=failing)
+        got, changes = record(answer, world, network.group, f"index {operation}", failing=failing)
         case = f"the {operation} of index.json raises OSError on rank 0"
         expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
         expect("renames", [arguments for name, arguments in changes if name == "rename"], [], case=case)
+    got, changes = record(answer, world, network.group, "root", kind=DiskWithBrokenRoot)
+    case = 'the sync of the root, "", raises OSError'
+    expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
+    for lost, files, folders in crash_states(EARLIER, changes):
+        found = describe_checkpoint(files, folders, NEW, TENSORS)
+        if found not in ("whole", "absent"):
+            raise Wrong("wrong", "the checkpoint", "whole or absent", found, case=f"{case}; {lost}")
 
 
 @test(points=2, ranks=(1, 2))
 def earlier_attempt_leaves_nothing(answer, world, network):
     """Files that an earlier attempt left in the partial folder are not in the checkpoint."""
     left = {f"{NEW}.partial/rank-00009.safetensors": b"old", f"{NEW}.partial/index.json": b"old"}
-    got, changes = record(answer, world, network, "left", files=EARLIER | left)
+    got, changes = record(answer, world, network.group, "left", files=EARLIER | left)
     expect("the name of the folder", got, NEW)
     [(_, files, _), *_] = crash_states(EARLIER | left, changes)
     expect("the checkpoint", describe_checkpoint(files, set(), NEW, TENSORS), "whole")

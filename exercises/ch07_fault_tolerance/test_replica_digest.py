@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from exercises.testing import Wrong, expect, test
+from exercises.conditions import Declaration, Tensors, check_conditions
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.comm import all_gather_object
 
 NAMES = ("weight", "bias", "half", "count", "mask", "step", "trained", "empty")
@@ -125,3 +126,29 @@ def eight_bytes_per_tensor(answer, world, network):
         sent = [(record.name, record.payload_bytes) for record in network.records[before:]]
         case = f"{count} tensors of {numel} elements"
         expect("what is sent: (operation, bytes)", sent, [("all_gather", 8 * count * world.size)], case=case)
+
+
+def digests_of_two(answer, group, value, equal):
+    return answer.differing_replicas({"value": value, "equal": equal}, group)
+
+
+def found_by_bytes(ranks, rank):
+    """The values of the ranks all differ, except where they have no element, or where there is one rank."""
+    differ = len(ranks) > 1 and ranks[0]["value"].numel() > 0
+    return {"value": [*range(len(ranks))]} if differ else {}
+
+
+DECLARATION = Declaration(
+    inputs={"value": Tensors(), "equal": Tensors(differs=False, non_finite=False)},
+    call=digests_of_two,
+    reference=found_by_bytes,
+    replicas=True,
+    wire=False,
+    max_bytes=lambda ranks: 16 * len(ranks) * (len(ranks) - 1),
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Every dtype, size and memory layout, NaN and infinities, and a group of only some ranks."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -24,16 +24,17 @@ OPTIMIZERS = {
 
 
 class Model(nn.Module):
-    """A layer with dropout, and a buffer that every step changes."""
+    """A layer with dropout, and two buffers that every step changes; one of them is not persistent."""
 
     def __init__(self, start):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3) / 8 + start)
         self.bias = nn.Parameter(torch.full((2,), start))
         self.register_buffer("average", torch.tensor(start))
+        self.register_buffer("offset", torch.tensor(start), persistent=False)
 
     def forward(self, values):
-        return nn.functional.dropout(values @ self.weight.T + self.bias, 0.5)
+        return nn.functional.dropout(values @ self.weight.T + self.bias + self.offset / 8, 0.5)
 
 
 def make_run(start, optimizer="AdamW", scaled=False, seed=5, seen=None):
@@ -53,12 +54,14 @@ def make_run(start, optimizer="AdamW", scaled=False, seed=5, seen=None):
 def train(run, network, steps):
     for _ in range(steps):
         train_step(run, network.group)
-        run.model.average.mul_(0.5).add_(1)
+        for buffer in run.model.buffers():
+            buffer.mul_(0.5).add_(1)
 
 
 def everything(run):
     """All that decides the next step, read by the test itself."""
-    tensors = {name: tensor.detach().clone() for name, tensor in run.model.state_dict().items()}
+    tensors = {name: tensor.detach().clone() for name, tensor in run.model.named_parameters()}
+    tensors |= {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     for name, parameter in run.model.named_parameters():
         states = run.optimizer.state.get(parameter, {})
         tensors |= {f"{key} of {name}": value.clone() for key, value in states.items() if value is not None}
@@ -115,7 +118,8 @@ def names_every_tensor(answer, world, network):
     run = make_run(0.5)
     for steps in (0, 2):
         train(run, network, steps)
-        names = {"params/weight": run.model.weight, "params/bias": run.model.bias, "buffers/average": run.model.average}
+        names = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
+        names |= {"buffers/average": run.model.average, "buffers/offset": run.model.offset}
         if steps:
             for name, parameter in run.model.named_parameters():
                 for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -151,6 +155,13 @@ def every_sample_in_its_turn(answer, world, network):
     resumed(answer, world, network, (2, 7), 10, seen=seen_again)
     del seen_again[21:24]  # the step in which the third run got states before it resumed
     expect("the samples, in order", seen_again, seen, case="stopped after steps 2 and 7; 3 samples per step")
+    run, disk, case = make_run(0.5), RecordedDisk({}), "2 steps of 4 samples, resumed by a run of 3 samples per step"
+    run.batch_size = 4
+    train(run, network, 2)
+    save(answer, run, disk, network)
+    fresh = make_run(9.0)
+    answer.resume(fresh, shared_disk(world, network, disk), network.group)
+    expect("run.position", fresh.position, 8, case=case)
 
 
 @test(points=3, ranks=(2,))

@@ -60,7 +60,7 @@ class Group:
 
     @cached_property
     def collective_channel(self) -> Channel:
-        """The channel (a numbered sequence of operations, see `status.Channel`) of this group's collectives."""
+        """The `Channel` that numbers this group's collectives, so that the progress of ranks can be compared."""
         return Channel("collective", self.name, self.ranks)
 
     def transfer_channel(self, kind: str, peer: int, tag: int) -> Channel:

@@ -15,8 +15,9 @@ from minidist.comm.wire_bytes import INT8_BLOCK, int8_chunk_bytes
 def all_reduce_int8(tensor: Tensor, group: Group) -> None:
     """Collective: overwrite a floating-point `tensor` (n,) by its approximate sum, which is equal on all ranks.
 
-    The error of an element is at most 1/254 of the sum, over the ranks, of the largest magnitude in its block, and as
-    much again of the largest magnitude in the block of the sum. A block that is not finite becomes NaN.
+    Ranks send int8 values, with one scale for each block of `INT8_BLOCK` consecutive elements. Let m_r be the largest
+    magnitude in an element's block on rank r, and m that in the block of the sum: the element's error is at most
+    (sum of m_r over the ranks + m) / 254. A block with a non-finite element becomes NaN.
     """
     sent = torch.zeros(
         group.size, int8_chunk_bytes(tensor.numel(), group.size), dtype=torch.uint8, device=tensor.device

@@ -24,7 +24,7 @@ from minidist.config import Config
 from minidist.consistency.merge import Result
 from minidist.consistency.simple import Pull, Push, Server
 from minidist.errors import UserError
-from minidist.parallel.data.reducer import NaiveReducer
+from minidist.parallel.data.simple import NaiveReducer
 from minidist.parameters import ParamSpecs
 
 
@@ -71,7 +71,7 @@ class AsynchronousReducer(NaiveReducer):
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Collective: overwrite the parameters of all ranks by the server's."""
+        """Collective, after a load and in every pause: overwrite all ranks' parameters with the server's."""
         flat = self._empty.to(self._device) if self.server is None else self.server.parameters
         broadcast(flat, self._root, self._group)
         self._copy_to_model(flat)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group
 from minidist.comm.algorithms.root import flat_broadcast, flat_reduce
-from minidist.parallel.data.reducer import NaiveReducer
+from minidist.parallel.data.simple import NaiveReducer
 from minidist.parameters import ParamSpecs
 
 
@@ -34,20 +34,19 @@ class CentralReducer(NaiveReducer):
             self.masters = {}
 
     def gradients(self) -> dict[str, Tensor | None]:
+        """Return the reduced gradients, by parameter name, on the server; {} on the other ranks."""
         return super().gradients() if self.masters else {}
 
     def finish_reductions(self) -> None:
         """Collective: sum all gradients on the server and set `.grad` there; None for a parameter that no rank used."""
-        used = [float(name in self._sums) for name in self._parameters]
-        parts = [self._sums.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters.items()]
-        parts.append(parts[0].new_tensor(used))
+        parts = [total.reshape(-1) for total in self._sums.values()]
+        parts.append(parts[0].new_tensor([float(name in self._used) for name in self._sums]))
         flat = torch.cat(parts)
         flat_reduce(flat, self._server, self._group)
         if self._group.rank == self._server:
             *sums, counts = flat.split([part.numel() for part in parts])
             for parameter, total, count in zip(self._parameters.values(), sums, counts.tolist(), strict=True):
                 parameter.grad = total.view_as(parameter) if count else None
-        self._sums, self._ready = {}, set()
 
     @torch.no_grad()
     def gather_params(self) -> None:
@@ -60,7 +59,5 @@ class CentralReducer(NaiveReducer):
             parameter.copy_(part.view_as(parameter))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return all parameters, by name, on the server; {} on the other ranks."""
         return super().checkpoint_tensors() if self.masters else {}
-
-    def after_load(self) -> None:
-        self.gather_params()

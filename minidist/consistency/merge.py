@@ -38,7 +38,7 @@ class ReplicaMerger:
             for fragment in range(count)
         ]
         self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
-        self._stop_requested = False
+        self._stop_requested = self._regroup_requested = False
         self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
         self._velocity = [torch.zeros_like(start) for start in self._start]
 
@@ -55,29 +55,34 @@ class ReplicaMerger:
         """Collective over the replicas: merge the fragments of their masters that are due after step `step` (from 0).
 
         result: of this replica's step. optimizer_states: of each master. Returns (result, merged). The replicas agree
-        on a stop and on written files when they merge: the returned result says whether any replica was asked to stop
-        since the last merge, and whether all of them have written their files; between merges it denies both. merged:
-        whether masters changed, so that the caller must update the parameters.
+        on a stop, on a regroup and on written files when they merge: the returned result says whether any replica was
+        asked to stop or to regroup since the last merge, and whether all of them have written their files; between
+        merges it denies all three. merged: whether masters changed, so that the caller must update the parameters.
         """
         self.tokens += result.num_tokens if result.update_successful else 0.0
         self._stop_requested |= result.stop_requested
+        self._regroup_requested |= result.regroup_requested
         due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
         if not due:
-            return replace(result, stop_requested=False, checkpoint_written=False), False
+            return replace(result, stop_requested=False, regroup_requested=False, checkpoint_written=False), False
         own = self.tokens[due].tolist()
-        own_values = [*own, float(self._stop_requested), float(result.checkpoint_written)]
+        flags = self._stop_requested, self._regroup_requested, result.checkpoint_written
+        own_values = [*own, *map(float, flags)]
         sums = torch.tensor(own_values, dtype=torch.float64, device=self._control_device)
         all_reduce(sums, self._group, async_op=True).wait(host=True)
-        *totals, stops, written = sums.tolist()
+        *totals, stops, regroups, written = sums.tolist()
         self.tokens[due] = 0
-        self._stop_requested = False
+        self._stop_requested = self._regroup_requested = False
         for fragment, share, total in zip(due, own, totals, strict=True):
             if total > 0 and self._fragments[fragment]:
                 self._merge(fragment, step, share, total)
                 for name in self._fragments[fragment] if self._config.reset_moments else ():
                     for state in optimizer_states.get(self._masters.get(name), {}).values():
                         state.zero_()
-        agreed = replace(result, stop_requested=stops > 0, checkpoint_written=written == self._group.size)
+        all_written = written == self._group.size
+        agreed = replace(
+            result, stop_requested=stops > 0, regroup_requested=regroups > 0, checkpoint_written=all_written
+        )
         return agreed, max(totals) > 0
 
     def _is_due(self, fragment: int, step: int) -> bool:

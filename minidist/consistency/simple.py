@@ -6,7 +6,6 @@ central_step                  one server sums the gradients, updates, and sends 
 asynchronous_worker, Server   no barrier: pull, compute, push; at most `bound` clocks apart (SSP, Ho et al. 2013)
 merge_replicas, local_round   steps without communication, then a weighted average (local SGD, Stich 2018)
 OuterStep                     the averaged difference as the gradient of an outer step (DiLoCo, arXiv 2311.08105)
-
 The option `fault.digest_every` finds out which replicas differ, and in which tensors.
 """
 
@@ -70,7 +69,7 @@ class Server:
     update: applies one gradient to the parameters. bound: how many clocks (pushes) a worker may be ahead of the slowest
     one; None: any number. Pull number c, from 0, sees every worker's pushes before number c - bound and none from
     number c + bound on. With bound 0 these are exactly the pushes before c: with plain SGD, synchronous training.
-    staleness: for each update, the number of other updates between its worker's pull and its push.
+    staleness: for each update, the number of other updates since its worker's pull was answered.
     """
 
     def __init__(self, parameters: Tensor, update: Update, num_workers: int, bound: int | None = None):
@@ -110,22 +109,23 @@ class Server:
 
 
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
-    """Collective: overwrite all ranks' parameters by sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i, 0 or more.
+    """Collective: overwrite all ranks' parameters with sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i >= 0.
 
     The weight may be the number of tokens that a replica has trained on. A replica of weight 0 does not count, even if
     its values are not finite. Raises ValueError on all ranks if the weights sum to 0.
     """
-    total = weight * parameters if weight else torch.zeros_like(parameters)
     weights = torch.tensor([weight], dtype=torch.float64, device=parameters.device)
     all_reduce(weights, group)
     if weights.item() == 0:
         raise ValueError("the weights of all replicas sum to 0: give one of them a weight above 0")
-    all_reduce(total, group)
-    parameters.copy_(total / weights.item())
+    # weight * parameters, summed and then divided, would overflow in float16 if the weights are token counts.
+    mean = parameters * (weight / weights.item()) if weight else torch.zeros_like(parameters)
+    all_reduce(mean, group)
+    parameters.copy_(mean)
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
-    """Collective: call `local_step` for each number in `steps`, without communication, then `merge_replicas`."""
+    """Collective: call `local_step`, which does not communicate, for each step; then `merge_replicas` by `weight`."""
     for step in steps:
         local_step(parameters, step)
     merge_replicas(parameters, weight, group)
@@ -142,7 +142,7 @@ class OuterStep:
         self.lr, self.momentum = lr, momentum
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite `parameters`, the result of this rank's inner steps, by the outer step's result."""
+        """Collective: overwrite `parameters` after inner steps with the outer step's. weight: see `merge_replicas`."""
         outer_gradient = self.start - parameters
         merge_replicas(outer_gradient, weight, group)
         self.velocity.mul_(self.momentum).add_(outer_gradient)

@@ -153,7 +153,7 @@ def _print_error(error: UserError | RunError, name: str = "minidist") -> None:
         is_first_rank,
         read_rank_text,
         report_to_torchrun,
-        wait_for_first_rank_report,
+        wait_for_end_of_rank_0,
         was_reported_before,
     )
 
@@ -162,7 +162,7 @@ def _print_error(error: UserError | RunError, name: str = "minidist") -> None:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
         report_to_torchrun(f"{name}: {error}")
         return
-    first_has_ended = wait_for_first_rank_report()
+    first_has_ended = wait_for_end_of_rank_0()
     # Collectives fail on the peers of a dead rank, and rank 0 may be the dead one.
     if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
         print(f"{name}: rank {read_rank_text()}: {error}", file=sys.stderr, flush=True)

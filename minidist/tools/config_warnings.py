@@ -46,6 +46,8 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
     ("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
     ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
     ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
+    ("zero.keep_last_block zero.prefetch comm.bucket_mib", lambda c, m: c.engine == "fast" or not c.zero.stage,
+     "engine is simple, whose ZeRO has no buckets, gathers no block ahead and keeps none"),
     ("precision.initial_scale precision.growth_interval precision.max_overflows",
      lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
     ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),
@@ -55,7 +57,8 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
     ("optim.decay", lambda c, m: c.optim.weight_decay > 0, "optim.weight-decay is 0"),
     ("optim.min_lr_fraction", lambda c, m: c.optim.schedule != "constant", "optim.schedule is constant"),
     ("optim.decay_fraction", lambda c, m: c.optim.schedule == "wsd", "optim.schedule is {optim.schedule}, not wsd"),
-    ("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed", "comm.gradients is naive, without buckets"),
+    ("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed",
+     "comm.gradients is {comm.gradients}, without buckets"),
     ("comm.algorithm comm.gradients", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
 )  # fmt: skip
 

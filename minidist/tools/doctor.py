@@ -242,9 +242,9 @@ def _ranks(name: str) -> Finding:
 
 
 def _links(name: str) -> Finding:
-    from minidist.tools.network.link_report import describe_links
+    from minidist.tools.network.link_report import report_link_speeds
 
-    return Finding(name, "\n".join(describe_links()))
+    return Finding(name, "\n".join(report_link_speeds()))
 
 
 def _compiler(name: str) -> Finding:

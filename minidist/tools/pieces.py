@@ -46,7 +46,7 @@ class SymbolReplacements:
 
         symbol: `module:function`, `module:Class` or `module:Class.method`. filename: shown in tracebacks for the new
         source; `<piece SYMBOL>` if None. transform: applied to the parsed source before it runs. also_replaced: names
-        of other symbols of the module that `source` may define too; this call does not replace them.
+        of other symbols of the module that other calls replace: `source` may define them too, which this call ignores.
         Raises UserError if there is no such symbol, if it is neither function nor class, or if `source` does not define
         it, changes its base classes, or redefines another name of the module; SyntaxError, or any exception from
         running the source. After an error the old definition is unchanged.

@@ -65,7 +65,7 @@ def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
 def check_replicas(check: ReplicaCheck, engine: Engine, step: int, repair: bool) -> str | None:
     """Collective: compare all replicas after step number `step`, from 1; return None if they are equal.
 
-    repair: if replicas differ, overwrite them by the majority's, and return a line about it for the log. Raises
+    repair: if replicas differ, overwrite them with the majority's, and return a line about it for the log. Raises
     RunError, the same on all ranks, if replicas differ and `repair` is False or there is no majority.
     """
     since = check.last_equal_step

@@ -107,7 +107,7 @@ class ReplicaCheck:
         return _compare(details)
 
     def repair(self, differences: Sequence[ReplicaDifference], tensors: Iterable[ReplicatedTensor]) -> None:
-        """Collective: overwrite every wrong replica by a healthy one. `healthy_rank` must not be None."""
+        """Collective: overwrite every wrong replica with a healthy one. `healthy_rank` must not be None."""
         own, rank = {entry.name: entry.tensor.detach() for entry in tensors}, self._group.world.rank
         for difference in differences:
             for wrong in difference.wrong_ranks:

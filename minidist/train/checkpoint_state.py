@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -12,11 +12,23 @@ from minidist.train.engine import Engine
 
 PARAMETERS = "params"
 OPTIMIZER = "optimizer."
+_TOKENS = "merge/tokens"
 
 
 def _prefix(engine: Engine) -> str:
     """What the kinds of tensors begin with that differ between replicas: "", then "replica-1." and so on."""
-    return f"replica-{engine.merger.replica}." if engine.merger and engine.merger.replica else ""
+    return _replica_prefix(engine.merger.replica) if engine.merger else ""
+
+
+def _replica_prefix(replica: int) -> str:
+    return f"replica-{replica}." if replica else ""
+
+
+def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -> Iterator[TensorShard]:
+    """Yield the shards of replica 0 that replicas have of their own, renamed, for each of `replicas`; no copies."""
+    for shard in shards:
+        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS)):
+            yield from (dataclasses.replace(shard, name=_replica_prefix(replica) + shard.name) for replica in replicas)
 
 
 def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
@@ -26,7 +38,7 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
     for name, parameter in engine.parameters.items():
         if name in reducer.master_specs:
             yield from make_tensor_shards(prefix + PARAMETERS, reducer.master_specs[name], tensors[name], rank)
-        elif not parameter.requires_grad and parameter.numel() and reducer.gatherer is None:  # frozen and replicated
+        elif not parameter.requires_grad and parameter.untyped_storage().nbytes():  # frozen, and not sharded
             yield from make_tensor_shards(prefix + PARAMETERS, engine.specs[name], parameter.detach(), rank)
     for name, master in reducer.masters.items():
         spec = reducer.master_specs[name]
@@ -50,7 +62,7 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
                 yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
         first = engine.control.rank == 0
         tokens = engine.merger.tokens
-        yield TensorShard(f"{prefix}merge/tokens", tokens.shape, Box.whole(tuple(tokens.shape)), tokens, first)
+        yield TensorShard(prefix + _TOKENS, tokens.shape, Box.whole(tuple(tokens.shape)), tokens, first)
 
 
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:

@@ -114,8 +114,10 @@ class Engine:
         self._carry_out(self.decision, lr)
         merged = False
         if self.merger is not None:
+            self.completed_steps = None  # after a failed merge the replicas would differ in what they have merged
             with self.groups.meter.span("merge"):
                 result, merged = self.merger.merge_if_due(step, result, self.optimizer.state)
+            self.completed_steps = step + 1
         if self.worker is not None:
             with self.groups.meter.span("exchange"):
                 share = result.num_tokens / global_tokens if result.update_successful else 0.0
@@ -131,9 +133,12 @@ class Engine:
         """Make the update of `decision`, if this rank failed while it waited for that decision; otherwise do nothing.
 
         The decision reached another rank, so the gradients of all ranks had been reduced, and this rank has its part of
-        them. Does nothing with Muon, whose update exchanges matrices between the ranks.
+        them. Does nothing with Muon, whose update exchanges matrices between the ranks, and if replicas differ, whose
+        decisions are their own.
         """
-        if self._awaited_decision is None or self._awaited_decision[0] != decision.step or "matrices" in self.groups:
+        if self._awaited_decision is None or self._awaited_decision[0] != decision.step:
+            return
+        if "matrices" in self.groups or self.merger is not None:
             return
         if self.scaler is not None and decision.result.num_tokens > 0:
             self.scaler.update(decision.result.overflowed)

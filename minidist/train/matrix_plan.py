@@ -40,6 +40,7 @@ class MatrixPlan:
 def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixPlan:
     """Assign matrices to owners, the largest first, each to the rank that owns the fewest elements so far.
 
+    The owner of a matrix is the rank that computes Muon's update of the full matrix for all ranks that hold shards.
     shards: for every rank of the group, in rank order, its shard of each matrix by name.
     """
     holders: dict[str, dict[int, MatrixShard]] = {}

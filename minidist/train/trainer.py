@@ -349,7 +349,7 @@ class Trainer:
         if not self.saver.is_saving:
             return
         try:
-            with self.groups.meter.span("checkpoint"):
+            with self.groups.meter.span("wait for checkpoint"):
                 path = self.saver.finish_save()
         except RunError as error:
             self._note_failed_save(error, fatal)

@@ -25,10 +25,10 @@ class ZeroReducerBuilder:
 
     model: this rank's part of the model. specs: the specs of its parameters before ZeRO shards them. values: the values
     of these parameters in full precision, before the cast to the parameter dtype. names: the names of all parameters of
-    the whole model, the same on every rank. chunk_of: in a pipeline, the chunk of this stage whose backward completes a
-    parameter's gradient; empty without a pipeline. reduction_groups: the groups over which gradients may be summed:
-    each consists of the ranks that hold the same shard (in stage 0, the same parameter). dtypes: of each kind of
-    tensor.
+    the whole model, the same on every rank. chunk_of: in a pipeline, the index of this rank's model chunk whose
+    backward completes a parameter's gradient, by name; empty without a pipeline. reduction_groups: the groups over
+    which gradients may be summed: each consists of the ranks that hold the same shard (in stage 0, the same parameter).
+    dtypes: of each kind of tensor.
     """
 
     model: nn.Module

@@ -104,10 +104,11 @@ class ShardedFlatParam(FlatParam):
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard, over which
-    the shard is summed, too; None if only this rank holds it. full_buffer: (numel,), the flat gradient. result:
-    (shard_numel,), this rank's shard, summed over all ranks after the reduction. transient: whether `full_buffer`
-    exists only during a reduction; here False.
+    layout: where each parameter's gradient lies in the buffer. group: the ranks over which the gradients are sharded.
+    replica_group: the ranks that hold the same shard, over which the shard is summed, too; None if only this rank holds
+    it. dtypes: `accumulate` for the buffer, `reduce` for the reductions.
+    Attributes: full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard of it, summed over
+    all ranks after the reduction. transient: whether `full_buffer` exists only during a reduction; here False.
     """
 
     transient = False
@@ -165,7 +166,10 @@ class FullGradients:
         return full
 
     def launch_replica_all_reduce(self) -> None:
-        """Collective: start the all-reduce of this rank's shard over `replica_group`, if there is one."""
+        """Collective: start the all-reduce of `result`, this rank's shard of the gradient, over the `replica_group`.
+
+        A reduce-scatter over `group` must have completed. Does nothing if `replica_group` is None.
+        """
         if self.replica_group is not None:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
@@ -180,7 +184,10 @@ class FullGradients:
             self._in_flight = None
 
     def launch_final_reduction(self) -> None:
-        """Collective: start the all-reduce over `replica_group` that ends the step, unless `launch` has done so."""
+        """Collective, once a step: start the all-reduce of the gradient shard over `replica_group` (hybrid sharding).
+
+        Does nothing where `launch` has started it already.
+        """
         if self.group.size > 1:
             self.wait()
             self.launch_replica_all_reduce()

@@ -19,7 +19,7 @@ from minidist.zero.gather import BlockGatherer
 
 @dataclass
 class ReducedFlatParam:
-    """A flat parameter with its gradients. chunk: the chunk of this pipeline stage whose backward completes them."""
+    """A flat parameter and its gradients. chunk: index of this rank's model chunk whose backward completes them."""
 
     flat_param: FlatParam
     gradients: FullGradients
@@ -29,9 +29,10 @@ class ReducedFlatParam:
 class InOrderReductions:
     """Launches the reductions of flat parameters in the same order on every rank, whatever the order of autograd.
 
-    members: the flat parameters in the order of their reductions. eager: launch a reduction as soon as its gradients
-    are complete and all earlier reductions have been launched; otherwise only `on_block_done` and `launch_remaining`
-    do. awaited: names of the parameters whose gradients are not complete.
+    members: the flat parameters, in the order of their reductions. eager: True: launch each reduction as soon as its
+    gradients are complete and all earlier reductions have been launched. False: launch reductions only in
+    `on_block_done` and `launch_remaining`.
+    Attribute awaited: the names of the parameters whose gradients are not complete.
     """
 
     def __init__(self, members: Sequence[ReducedFlatParam], eager: bool):
@@ -138,9 +139,9 @@ class ZeroReducer(GradientReducer):
             order.on_block_done(flat_params)
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """End a micro-batch's backward: launch its remaining reductions (stages 2 and 3) and reshard (stage 3).
+        """End a micro-batch's backward: launch its remaining reductions (ZeRO-2 and ZeRO-3) and reshard (ZeRO-3).
 
-        chunk: the number, on this pipeline stage, of the model chunk that backward ran through; None for all.
+        chunk: the index, among this rank's model chunks, of the one whose backward is over; None: of all its chunks.
         """
         if self.reduces_each_micro_batch:
             for completed_chunk, order in self._orders.items():

@@ -15,6 +15,7 @@ Usual wrong answers:
 * uses RANK as the local rank
 * computes the node rank as if all machines had equally many ranks
 * fails if the launcher sets no local variables
+* takes node rank 0 if GROUP_RANK is not a number
 * accepts rank 2 of 2
 * uses LOCAL_RANK as the rank, so the ranks of different machines collide
 * returns the variables as strings

@@ -14,6 +14,7 @@ Usual wrong answers:
 * uses the CPU even if there are GPUs
 * calls device_and_backend, but always uses gloo
 * takes batch_size samples on every rank, so the steps are fewer and larger
+* broadcasts the parameters before every epoch, which hides replicas that drift apart
 * every rank processes the full batch: right values, and no work is distributed
 * returns ones as parameters
 * moves the model to the GPU and leaves its inputs on the CPU
@@ -31,8 +32,10 @@ Usual wrong answers:
 * does not broadcast the initial parameters, which is right only for equal replicas
 * does not reduce the gradients, so every rank trains its own model
 * all ranks of a machine use its first GPU
+* destroys the process group on rank 0 only
 * uses a DistributedSampler, which repeats samples until all ranks have equally many
 * every process is rank 0 of 4 and waits for three others
+* each rank reads its shard and sends it to rank 0, which computes the gradients of all of them alone
 * rank 0 computes every gradient and the other ranks wait for it
 * uses RANK in place of LOCAL_RANK
 * drops the last, smaller batch

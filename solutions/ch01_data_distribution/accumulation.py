@@ -13,8 +13,10 @@ Usual wrong answers:
 * adds ones instead of the gradient
 * keeps .grad, so autograd adds each gradient to the earlier ones
 * sets .grad to None in the last micro-batch only
+* never forgets which gradients were ready, so that later steps send none
 * doubles the gradients, on four ranks only
 * every hook uses the name of the last parameter
+* every hook uses the last name of the loop
 * lets autograd accumulate, and loses a parameter that the last micro-batch does not use
 * never calls ready, so nothing is sent before the end of the step
 * returns no handles, so the hooks cannot be removed
@@ -22,21 +24,23 @@ Usual wrong answers:
 * calls ready in every micro-batch
 * calls ready before it adds the gradient
 * rounds gradients to bfloat16 before it adds them
+* keeps the sum of the micro-batches itself, and never empties it: later steps contain the earlier ones
 * adds zeros
+* skips gradients that are all zeros
 * fills .grad with zeros instead of freeing it, so the memory is allocated twice
 """
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
 
 
 def register_gradient_hooks(
     parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, is_last_backward: Callable[[], bool]
-) -> list[torch.utils.hooks.RemovableHandle]:
+) -> list[RemovableHandle]:
     """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
     is_last_backward: returns whether the running backward is the last one of the step. Only then does a hook call

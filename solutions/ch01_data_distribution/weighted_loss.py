@@ -14,6 +14,7 @@ Usual wrong answers:
 * divides by a number that does not depend on the tokens
 * launches the all-reduce of the count only before the first backward
 * all-reduces a count per micro-batch
+* reads counts twice, although it may be an iterator
 * also divides the gradient by the number of micro-batches
 * divides by zero if no token counts
 * treats a count of 0 as 1, so the optimizer steps on a gradient of zeros
@@ -27,6 +28,7 @@ Usual wrong answers:
 * averages the per-rank means
 * averages the means of the micro-batches
 * runs all forwards, then one backward of their sum, with all activations in memory
+* retain_graph=True, which keeps the activations of a micro-batch
 * treats a count below 1 as 0, so small weights train nothing
 * waits for the count before the first forward
 * multiplies the count by the weight, but not the loss

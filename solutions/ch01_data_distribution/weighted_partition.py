@@ -11,6 +11,8 @@ Usual wrong answers:
 * computes in floats, which cannot represent the shares of many samples
 * rounds the weights to hundredths
 * computes the starts in int32, which overflows at 2**31
+* truncates the weights to integers
+* rounds the weights to fractions with small denominators
 * rounds the shares down and drops the leftover samples
 * gives the leftover samples to the first ranks
 * gives all leftover samples to the largest weight

@@ -13,6 +13,7 @@ Usual wrong answers:
 * calls the package's functions
 * returns a constant
 * the input keeps its partial gradient
+* all-reduces the gradient in float32, which loses digits of float64
 * all-gathers the partial results and sums them locally
 * overwrites the incoming gradient
 * averages instead of summing

@@ -1,4 +1,4 @@
-"""One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.schedules.
+"""A 1F1B step with its transfers: the solution, as it stands in minidist.parallel.pipeline.simple.
 
 The first gradient reaches stage s after the micro-batch has passed through the later stages and its gradient has come
 back. Until then stage s can run stages - 1 - s more forwards, and from then on it runs one backward per forward: at
@@ -6,34 +6,76 @@ most stages - s micro-batches are in flight, whatever the number of micro-batche
 are in flight. The bubble is the same: 1F1B saves memory, not time.
 
 With one warm-up forward fewer the stage waits for a gradient although it has work to do; with one more it keeps an
-activation earlier than needed. The order in which a stage waits matters: with stage and stages - 1 - stage swapped,
-all stages deadlock.
+activation longer than needed. And the messages cross: a stage sends an activation while the next one sends a
+gradient. A send may return only when its receive is posted, so both would wait for ever. One batch with both
+directions, as in Megatron-LM, or sends that do not block, end the wait; the backend's buffers only hide it for short
+messages.
 
 Usual wrong answers:
+* sends before it receives, on both sides: two neighbours wait for each other
 * calls the package's function
-* always one micro-batch
-* with fewer micro-batches than stages, runs forwards of micro-batches that do not exist
+* runs the first micro-batch only
+* divides each gradient by the number of micro-batches
+* expects at least as many micro-batches as stages
 * the last stage runs the most warm-up forwards, before any activation has arrived
 * runs all forwards first
 * omits the backwards of the cool-down
-* all stages but the first run like the last one
-* runs the backward of the newest micro-batch first
+* pairs an arriving gradient with the newest micro-batch instead of the oldest
 * runs a backward after each forward from the start, on every stage
+* sends tensors as they are, also if they are not contiguous
 * one warm-up forward fewer, so the stage waits
 * one warm-up forward more, so one more micro-batch is in flight
-* takes the order from the package's finished schedule
-* returns no action
+* keeps every graph until the end of the step
+* returns before its last sends have completed
+* does nothing
 """
 
-from minidist.parallel.pipeline.actions import Action
-from minidist.parallel.pipeline.schedules import expand_phases, micro_batch_order
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minidist.comm import Group, P2POp, batch_send_recv
+from minidist.parallel.pipeline.simple import EmptyHidden, RunStage
 
 
-def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """1F1B: warm-up forwards until the first micro-batch returns, then one backward after each forward.
+def one_f_one_b_step(
+    run_stage: RunStage, empty_hidden: EmptyHidden, micro_batches: Sequence[int], group: Group
+) -> None:
+    """Collective: as `gpipe_step`, but stage s of p has at most p - s micro-batches in flight.
 
-    Stage s has at most min(stages - s, micro_batches) micro-batches in flight.
-    Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
+    In the steady state, stage s sends an activation while stage s + 1 sends a gradient. Each sends and receives in one
+    batch: if both sent first, each would wait until the other receives.
     """
-    queue = micro_batch_order(micro_batches)
-    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=queue, B=queue)
+    stage, last_stage, live = group.rank, group.size - 1, {}
+
+    def exchange(peer: int, outgoing: Tensor | None = None, incoming: int | None = None) -> Tensor | None:
+        """Send `outgoing` to stage `peer` and receive the tensor of micro-batch `incoming` from it."""
+        if not 0 <= peer < group.size:
+            return None
+        hidden = None if incoming is None else empty_hidden(incoming)
+        transfers = [] if outgoing is None else [P2POp("send", outgoing.contiguous(), peer)]
+        batch_send_recv(transfers + ([] if hidden is None else [P2POp("recv", hidden, peer)]), group)
+        return hidden
+
+    def forward(i: int, hidden: Tensor | None) -> Tensor:
+        if hidden is not None:
+            hidden.requires_grad_()
+        live[i] = hidden, run_stage(i, hidden)
+        return live[i][1].detach()
+
+    def backward(i: int, grad: Tensor | None) -> Tensor | None:
+        hidden, out = live.pop(i)
+        out.backward(grad)
+        return None if hidden is None else hidden.grad
+
+    # The first gradient comes back when its micro-batch has passed all later stages.
+    warm_up, steady = micro_batches[: last_stage - stage], micro_batches[last_stage - stage :]
+    for i in warm_up:
+        exchange(stage + 1, outgoing=forward(i, exchange(stage - 1, incoming=i)))
+    hidden = exchange(stage - 1, incoming=steady[0]) if steady else None
+    for number, i in enumerate(steady):
+        done, following = micro_batches[number], steady[number + 1] if number + 1 < len(steady) else None
+        grad = exchange(stage + 1, outgoing=forward(i, hidden), incoming=done)
+        hidden = exchange(stage - 1, outgoing=backward(done, grad), incoming=following)
+    for i in micro_batches[len(steady) :]:
+        exchange(stage - 1, outgoing=backward(i, exchange(stage + 1, incoming=i)))

@@ -10,15 +10,22 @@ gradient must pass it to the gradient reducer itself.
 
 Usual wrong answers:
 * computes the weight gradient in backward and only accumulates it later
+* defers the weight of every layer, named or not
+* defers the weight of a layer with a bias, too
+* calls F.linear without the layer's bias
 * calls the package's symbols
 * returns ones
+* defers (name, dy, x)
 * uses the first sequence of the batch only
 * computes the input gradient a second time in compute_weight_gradient
 * returns the output gradient, cut to size, as the input gradient
 * a deferred gradient overwrites the one before it
 * averages over the positions instead of summing
 * does not defer the weight gradient, which is lost
+* keeps one entry per name
 * gives all deferred gradients one name
+* passes the parameter itself to the function, so that autograd calls its hooks
+* defers the weight gradient of a layer whose input needs no gradient, whose backward never runs
 * returns zeros
 """
 

@@ -1,29 +1,33 @@
-"""Cross-entropy with vocabulary-sharded logits: the solution, as it stands in minidist.parallel.tensor.vocabulary.
+"""Cross-entropy with vocabulary-sharded logits: the solution, as it stands in minidist.parallel.tensor.simple.
 
 Three numbers per position cross the network: the largest logit, the sum of the exponentials and the logit of the
 label. The logits themselves would be as many numbers as the vocabulary has entries, and no rank ever allocates all of
 them. The largest logit must be the one over all ranks: with its own maximum each rank would scale its exponentials
 differently.
 
-Backward needs no communication. Every rank has the normalizer, so it has the probabilities of its own columns, and
-only the rank that has the label's column subtracts the 1.
+Backward needs no communication. All ranks compute the same loss, so the gradient of a sum over the ranks is passed to
+each rank's term unchanged. An all-reduce that autograd differentiates as a sum over the losses of all ranks would
+all-reduce the gradient as well, and count the one loss once per rank. The fast version writes backward itself, and
+keeps the probabilities only.
 
 Usual wrong answers:
-* calls the package's class
-* returns the loss of a uniform prediction
+* the package's own
+* returns one number for every result
 * all-gathers the logits of all positions
-* counts ignored labels
-* ignored positions get a gradient
-* ignores the incoming gradient
-* adds a local logit for a label that another rank holds
-* overwrites the logits with the exponentials
+* uses an all-reduce whose backward is an all-reduce too, so that the gradient is counted once for each rank
+* adds the losses of ignored labels
+* adds the logit of a local column for a label that another rank holds
+* subtracts the largest logit in place
 * returns the mean loss instead of the sum
 * exponentials of large logits overflow
-* allocates a one-hot table for each use, and keeps all of them
-* every rank subtracts the 1 of the label from one of its columns
+* returns the number of positions, ignored ones included
+* keeps several one-hot tables of the labels
+* takes the first label of the next rank for its own
 * each rank subtracts its own maximum, so the sums have different scales
+* uses the rank among all processes to find its columns
 * applies torch's cross-entropy to this rank's columns
-* sends unneeded probabilities in backward
+* subtracts the sum of the ranks' maxima: right while no exponential overflows or vanishes
+* sums a detached copy, so that the loss has no gradient
 * returns zeros
 """
 
@@ -32,48 +36,15 @@ from torch import Tensor
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
+from minidist.parallel.tensor.simple import TensorParallelRegion
 from minidist.parallel.tensor.vocabulary import IGNORE_INDEX
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, labels, first, key):
-        counts = labels != IGNORE_INDEX
-        local = labels - first
-        mine = counts & (local >= 0) & (local < logits.shape[1])
-        column = local.masked_fill(~mine, 0)[:, None]
-        # The largest logit is subtracted so that no exponential overflows; it cancels, and so has no gradient.
-        shifted = logits - ops.all_reduce_max(logits.amax(1), key)[:, None]
-        at_label = shifted.gather(1, column)[:, 0].masked_fill(~mine, 0)
-        exponentials = shifted.exp_()
-        normalizer, at_label = ops.all_reduce(torch.stack((exponentials.sum(1), at_label)), key)
-        ctx.save_for_backward(exponentials.div_(normalizer[:, None]), column, mine, counts)
-        return ((normalizer.log() - at_label) * counts).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        probabilities, column, mine, counts = ctx.saved_tensors
-        each = probabilities * (counts * grad)[:, None]
-        return each.scatter_add_(1, column, -(mine * grad)[:, None]), None, None, None
-
-
-class VocabParallelLoss:
-    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`; called like `cross_entropy_sum`.
-
-    first: the first token id of this rank's shard, which has the logits of the n tokens `first` to `first + n - 1`.
-
-    Ranks exchange three numbers per position, instead of one per token of the vocabulary: "fuse the output of the
-    parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3).
-    """
-
-    def __init__(self, first: int, group: Group):
-        self._first, self._group = first, group
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: return the sum of the token losses, and their number, both the same on all ranks.
-
-        logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
-        """
-        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)
-        return total, (labels != IGNORE_INDEX).sum()
+def vocab_parallel_loss(logits: Tensor, labels: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Collective: return the sum and number of the tokens' losses; logits (b, s, V / n), labels (b, s) int64."""
+    local, is_counted = labels - group.rank * logits.shape[-1], labels != IGNORE_INDEX
+    is_here = (local >= 0) & (local < logits.shape[-1])
+    shifted = logits - ops.all_reduce_max(logits.detach().amax(-1), group.key)[..., None]  # so that no exp overflows
+    at_label = shifted.gather(-1, local.where(is_here, 0)[..., None])[..., 0] * is_here
+    normalizer, at_label = TensorParallelRegion(group).leave(torch.stack((shifted.exp().sum(-1), at_label)))
+    return ((normalizer.log() - at_label) * is_counted).sum(), is_counted.sum()

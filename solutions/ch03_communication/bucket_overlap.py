@@ -21,9 +21,13 @@ Usual wrong answers:
 * one bucket for everything, whose reduction overlaps with nothing
 * assumes that a bucket is ready with its first gradient
 * assumes that the last bucket is as large as the others
+* of equally good sizes takes the last in the list, which need not be the largest
 * the network starts when backward ends
+* its default list ends before the size that holds everything
+* its default list has one size too many if total_bytes is a power of two
 * full buckets only: the remaining gradients are omitted
 * chooses the size whose single reduction is shortest
+* its default list is empty for small models
 * chooses the smallest of equally good sizes, which sends more messages for nothing
 * a bucket is launched only when the next gradient is ready
 * every reduction takes no time

@@ -10,14 +10,20 @@ they take the time of one.
 
 Usual wrong answers:
 * counts additions in the all-gather half, which has none
+* takes an unknown algorithm for one of those that are left
 * the package's own formula
 * the same cost for everything
 * right for powers of two only
+* counts one round for the naive all-reduce, whose messages share each rank's link
+* a tensor travels even if there is one rank only
 * only the reduce: no rank but the root has the sum
 * n instead of (size - 1) / size * n
+* counts no additions in the flat reduce
+* forgets the way back of the parameter-server step
 * no rounds for an empty tensor
 * half of the rounds
 * counts all messages instead of the critical path
+* accepts unknown names on one rank
 * the full tensor in each round of the ring, which sends only a chunk
 * everything is free
 """

@@ -11,9 +11,12 @@ Usual wrong answers:
 * the same parameters in every step
 * every rank updates, and so needs optimizer states
 * broadcasts the sum as well, which replaces each rank's gradient
+* reduces the gradients in float32, whatever their dtype
 * only the root has the new parameters
 * the third rank keeps its own parameters
 * the root updates before it has received the gradients
+* takes `root` for a rank of the world; in a group that does not begin at 0 no rank updates, or another one
+* reduces along a tree, which leaves partial sums in the gradients of other ranks
 * the root is always rank 0
 * two updates by half, so that the optimizer counts two steps
 * zeros on all ranks
@@ -38,8 +41,8 @@ def parameter_server_step(
     """Collective: reduce the gradients to rank `root`, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
-    root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged
-    elsewhere. Only the root needs optimizer states, but all bytes of a step pass through its one link. This is the
+    root: group rank. op: the reduction of the gradients. `gradient` may change on the root, and does not elsewhere.
+    Only the root needs optimizer states, but all bytes of a step pass through its one link. This is the
     parameter server of Li et al. 2014 with a single server.
     """
     flat_reduce(gradient, root, group, op)

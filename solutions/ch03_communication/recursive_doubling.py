@@ -12,12 +12,19 @@ Usual wrong answers:
 * the package's own algorithm
 * the same number, whatever the inputs
 * distances 1, 2, 3 instead of 1, 2, 4
+* divides before the sum, so that small numbers become zero
+* sums in float32, whatever the dtype of the tensor
 * uses the index of an active rank as its rank
 * wrong only on the fourth rank
+* divides a mean by the number of active ranks
+* the folded ranks never get the result
 * partners at distance 1 only
+* partner `rank ^ distance`, if there is such a rank: on 3 ranks rank 2 never gets the tensor of rank 1
 * the library's all-reduce
 * the active ranks send full tensors round a ring
+* keeps its scratch tensor from the first call, and adds only its part of a longer one
 * replaces this rank's tensor with the partner's instead of adding it
+* `reshape` copies a tensor that is not contiguous, and the result is lost
 * zeros
 """
 

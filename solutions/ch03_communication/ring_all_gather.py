@@ -11,9 +11,12 @@ Usual wrong answers:
 * stores a received chunk in the list, not in the tensor that the list's views belong to
 * the package's own ring
 * the same number everywhere
+* takes the ranks of the world for those of the group
+* sends in float32, whatever the dtype of the input
 * the fourth rank overwrites the second chunk with the first
 * rank 0 starts a round, and every other rank sends only after it has received
 * sends its own chunk in every round
+* all_gather does not copy its own input into the output
 * one of the library's broadcasts per chunk
 * treats every chunk as if it had the length of the shortest
 * sends each chunk directly to every other rank
@@ -22,8 +25,17 @@ Usual wrong answers:
 
 from torch import Tensor
 
-from minidist.comm.algorithms.primitives import exchange
+from minidist.comm.algorithms.primitives import exchange, flat_view, split_chunks
+from minidist.comm.collectives import check_shard_sizes
 from minidist.comm.group import Group
+
+
+def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
+    """Collective: concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...)."""
+    check_shard_sizes("all_gather", full=output, shard=input, group=group)
+    chunks = split_chunks(flat_view(output), group.size)
+    chunks[group.rank].copy_(flat_view(input))
+    ring_gather(chunks, group)
 
 
 def ring_gather(chunks: list[Tensor], group: Group) -> None:

@@ -13,15 +13,20 @@ Usual wrong answers:
 * the package's own ring
 * the same number, whatever the inputs
 * a mean is divided twice
+* divides by the number of all ranks, although the group has some of them only
 * full tensors go down a chain to rank 0, and the sum goes back: few bytes, but only one link at a time is busy
 * each rank gathers all tensors and adds them itself
+* sums in float32, whatever the dtype of the tensor
 * a mean is not divided by the number of ranks
 * every rank has only one chunk of the sum
 * one chunk holds the full tensor and goes round twice; the others are empty
 * the third rank's tensor does not change
 * every rank starts the sum with its own tensor, so the orders of addition differ
+* each rank adds its own chunk after the others', so every rank has summed in another order
 * the library's all-reduce
 * the remainder is not summed
+* sends in half precision, which the small integers of most tests do not show
+* `reshape` copies a tensor that is not contiguous, and the result is lost
 * zeros
 """
 

@@ -14,20 +14,44 @@ Usual wrong answers:
 * the package's own ring
 * the same number, whatever the inputs
 * every chunk is sent directly to the rank that completes it
+* reduce_scatter sums into its input
 * treats every chunk as if it had the length of the first
+* reduce_scatter does not divide a mean
 * completes the chunk after its own
 * sends a received chunk on without adding this rank's values
 * the fourth rank does not add its own values
 * rank 0 starts a round, and every other rank sends only after it has received
+* copies the flat chunk into an output of more than one dimension
+* copies the chunk of the next rank into the output
 * the library's all-reduce
+* ring_reduce divides for a mean, which is left to its callers
+* sums in float32, whatever the dtype of the input
 * sends all chunks in every round
 * zeros
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.primitives import exchange, reduce_into
+from minidist.comm.algorithms.primitives import (
+    check_reduce_op,
+    divide_mean,
+    exchange,
+    flat_view,
+    reduce_into,
+    split_chunks,
+)
+from minidist.comm.collectives import check_shard_sizes
 from minidist.comm.group import Group
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
+    """Collective: reduce `input` (size * n, ...), unchanged; `output` (n, ...) gets shard `rank` of the result."""
+    check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
+    check_reduce_op(op, input.dtype)
+    chunks = split_chunks(flat_view(input).clone(), group.size)
+    ring_reduce(chunks, group, op)
+    divide_mean(chunks[group.rank], op, group.size)
+    flat_view(output).copy_(chunks[group.rank])
 
 
 def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:

@@ -17,14 +17,17 @@ Usual wrong answers:
 * takes one step too few
 * returns an iterator over requests, which cannot receive answers
 * updates the pulled parameters as well, as if they were its own
+* does not push a gradient that is not finite, and so hides a divergence
 * reuses one buffer for all gradients: a push that still waits at the server changes
 * pulls once more at the end, and waits for an answer that nobody needs
 * pulls in every step, and goes on with the parameters of the first pull
 * pulls for the next step before it pushes, which makes every gradient staler by one push of its own
+* pushes the gradient in float32, whatever its dtype
 * passes step 0 every time: always the same batch
 * counts the steps from 1, and skips the first batch
 * never ends
 * makes no request
+* does not push a gradient that is zero: the server does not count this step
 """
 
 from minidist.consistency.simple import ComputeGradient, Pull, Push, Worker

@@ -13,6 +13,7 @@ Usual wrong answers:
 * the package's own
 * the same parameters after every round
 * subtracts the square of the mean from the mean of the squares: the digits cancel
+* subtracts the square of the mean from the mean of the squares, in float64: the digits of float64 cancel as well
 * measures the distances from rank 0's replica
 * compares with the sum of the replicas instead of their mean
 * merges with weight 1 on all ranks
@@ -24,9 +25,11 @@ Usual wrong answers:
 * takes the steps on a copy, and merges what has not moved
 * returns this rank's distance: the ranks disagree, and rank 0 logs its own
 * divides by the number of elements as well
+* a replica of weight 0 takes no steps, and so does not read the data that it must skip
 * returns the mean square, without the root
 * sums the squares in float32: small differences vanish beside large ones
 * numbers the steps of every round from 0: the same batches in each round
+* takes every number between the first and the last step, also if the range has a stride
 * does not divide by the number of replicas
 * multiplies the weight, which counts samples already, by the rank's number of steps
 * zeros on all ranks
@@ -51,7 +54,7 @@ def rms_distance_from_mean(parameters: Tensor, group: Group) -> float:
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
-    """Collective: call `local_step` for each number in `steps`, without communication, then `merge_replicas`."""
+    """Collective: call `local_step`, which does not communicate, for each step; then `merge_replicas` by `weight`."""
     for step in steps:
         local_step(parameters, step)
     merge_replicas(parameters, weight, group)

@@ -49,7 +49,7 @@ class OuterStep:
         self.lr, self.momentum = lr, momentum
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite `parameters`, the result of this rank's inner steps, by the outer step's result."""
+        """Collective: overwrite `parameters` after inner steps with the outer step's. weight: see `merge_replicas`."""
         outer_gradient = self.start - parameters
         merge_replicas(outer_gradient, weight, group)
         self.velocity.mul_(self.momentum).add_(outer_gradient)

@@ -18,8 +18,10 @@ Usual wrong answers:
 * the sine of an angle in degrees
 * runs as many workers as the delay has updates, which is one too few
 * 2 / (delay + 1), which is right for delays 0 and 1 only
+* makes no experiment: compares the rate with the formula, which is right on a quadratic and nowhere else
 * a gradient without the curvature
 * takes the loss for the gradient's coefficient, and forgets that the square brings a factor of 2
+* makes a hundred updates, whatever num_updates is: less than a period of a long delay
 * tells divergence as soon as a value exceeds the first one: stable oscillations overshoot at first, too
 * compares the last value with the first one: an oscillation passes 0
 * does not look for NaN, which is not larger than anything
@@ -29,6 +31,7 @@ Usual wrong answers:
 * compares the largest of four values with the four before: the period is 4 delay + 2 updates
 * the approximation for long delays, which allows pi / 2 times the rate without a delay
 * a server with bound 0: all workers pull the same parameters, which is no constant delay
+* rounds down the steps of each worker: up to `delay` updates are missing
 * returns the ratio of the largest values
 * zero for every delay
 """
@@ -52,7 +55,8 @@ def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
 def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
     """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    curvature: the second derivative of the quadratic. Simulates delay + 1 equally fast workers without a staleness
+    lr: the learning rate. delay: the staleness of every gradient, in updates. curvature: the second derivative of the
+    quadratic. num_updates: how many to simulate. Simulates delay + 1 equally fast workers without a staleness
     bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
     push.
     """

@@ -13,6 +13,7 @@ Usual wrong answers:
 * compares with the mean of all clocks, and not with the slowest one
 * the package's own
 * takes every request for due, whatever the bound
+* counts from the arrival of a pull, and not from its answer: updates that a waiting pull still sees count as stale
 * decides who is due before it answers, once: an answer makes others due, which are not looked at
 * keeps the clock of a worker that has left: all others wait for it for ever
 * returns at once when a worker leaves, although its leaving may release others
@@ -43,7 +44,7 @@ class Server:
     update: applies one gradient to the parameters. bound: how many clocks (pushes) a worker may be ahead of the slowest
     one; None: any number. Pull number c, from 0, sees every worker's pushes before number c - bound and none from
     number c + bound on. With bound 0 these are exactly the pushes before c: with plain SGD, synchronous training.
-    staleness: for each update, the number of other updates between its worker's pull and its push.
+    staleness: for each update, the number of other updates since its worker's pull was answered.
     """
 
     def __init__(self, parameters: Tensor, update: Update, num_workers: int, bound: int | None = None):

@@ -6,7 +6,8 @@ all of them raise the error: if one rank raised it alone, the others would wait 
 
 A replica of weight 0 may be one whose values are of no use, such as a rank that has just joined, or one that has
 overflowed. Zero times NaN is NaN, so it must send zeros. Token counts exceed what 16 bits, and even 24, can count, so
-the weights are summed in float64.
+the weights are summed in float64. The parameters are multiplied by weight / sum, which is at most 1: the product of a
+token count and a parameter would overflow in float16, whose largest number is 65504.
 
 Usual wrong answers:
 * a replica of weight 0 does not take part in the all-reduce, in which the others wait for it
@@ -20,9 +21,10 @@ Usual wrong answers:
 * sends the parameters in float64, twice the bytes
 * multiplies the parameters in place, before it knows whether there is a mean
 * keeps its own parameters if its weight is 0, and is not merged
-* divides by 0: all parameters become NaN
+* raises nothing: the parameters of all ranks become zeros
 * takes the weighted sum for the mean
 * ignores the weights, which is right only if all replicas have trained on equally much
+* sums weight * parameters and divides the sum: in float16 the product overflows if the weight is a token count
 * returns the mean, and leaves the parameters as they are
 * sends its weight in the dtype of the parameters, to save a message
 * sums the weights in float32
@@ -37,15 +39,16 @@ from minidist.comm import Group, all_reduce
 
 
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
-    """Collective: overwrite all ranks' parameters by sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i, 0 or more.
+    """Collective: overwrite all ranks' parameters with sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i >= 0.
 
     The weight may be the number of tokens that a replica has trained on. A replica of weight 0 does not count, even if
     its values are not finite. Raises ValueError on all ranks if the weights sum to 0.
     """
-    total = weight * parameters if weight else torch.zeros_like(parameters)
     weights = torch.tensor([weight], dtype=torch.float64, device=parameters.device)
     all_reduce(weights, group)
     if weights.item() == 0:
         raise ValueError("the weights of all replicas sum to 0: give one of them a weight above 0")
-    all_reduce(total, group)
-    parameters.copy_(total / weights.item())
+    # weight * parameters, summed and then divided, would overflow in float16 if the weights are token counts.
+    mean = parameters * (weight / weights.item()) if weight else torch.zeros_like(parameters)
+    all_reduce(mean, group)
+    parameters.copy_(mean)

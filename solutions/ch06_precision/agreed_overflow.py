@@ -1,84 +1,70 @@
-"""Skip a step on all ranks or on none: the solution, as it stands in minidist.train.agree.
+"""Skip a step on all ranks or on none: the solution, as it stands in minidist.precision.simple.
 
 A rank must not decide alone from values that only this rank has. All-reduced gradients are equal on all ranks, and so
 is an infinity in them; but gradient shards are not, and neither are the shards of a tensor-parallel or pipelined
 model: there only one rank sees that its gradients overflowed. If only that rank skips the step, the replicas diverge
 from then on, and if only that rank halves its scale, later gradient sums mix two scales.
 
-A non-finite value makes every sum non-finite, so the gradient norm, which the step needs anyway, detects an overflow
-at no extra cost: one message of a few dozen bytes before any parameter is updated. The vector is float64 because the
-squares of norms can exceed float32's range. An infinite loss is not an overflow of the scaled gradients: no smaller
-scale fixes it, and a run that only halves the scale would hide the cause.
+The message comes before the first change, so a step whose message fails can be repeated: the ranks that are left
+still have the parameters of the last step. A rank without an overflow takes part as well; a message that only the
+unhappy rank sends is a deadlock. And the scaler learns of every step, because good steps are what makes the scale
+grow again.
 
 Usual wrong answers:
-* one message per number
+* one message per gradient
 * the package's own
-* the step is always good
-* a step without tokens counts as a good one for the scale
-* every rank gathers the pickled values of all ranks
-* sends the overflow flag in a separate message
-* a float32 vector, in which a finite square may become infinite
-* the maximum over ranks instead of the sum
-* on the last rank, the scaler is updated with the previous step
+* always steps
+* copies the masters before the optimizer's step
+* divides by the scale of the next step
+* divides the given gradients in place
+* looks at the first element of each gradient
+* looks at the first gradient only
+* takes everything from fp16's largest number on for an overflow
+* leaves the gradients on the masters
+* a rank with an overflow halves its scale before the ranks agree
 * the rank with the overflow sends nothing, and the others wait
-* a non-finite loss halves the scale
-* a non-finite loss does not skip the step
-* averages the loss over ranks, although each rank holds a summand
-* tests for infinity only, but inf - inf is NaN
-* updates the scaler on overflows only, never on good steps
-* reports an overflow although there is no scaler
-* only the rank that was asked to stop stops
-* only the overflow of rank 0 counts
-* all ranks skip, but only the rank with the overflow halves its scale
-* only the rank with the overflow skips the step
-* updates the scaler once per rank in a good step
-* sums nothing
+* sends the flag, and then decides by its own gradients
+* looks for infinities only
+* forgets to divide by the scale
+* the scaler never learns of good steps, so the scale never grows
+* does not copy the masters to the parameters
+* gathers Python objects
+* the flag of rank 0 is sent to all
+* all ranks skip, but only the one with the overflow halves its scale
+* each rank decides by its own gradients
+* tests the norm, whose square overflows for gradients that do not
+* adds the elements up to test all at once, and takes a large sum for an overflow
+* updates first, and would have to undo it
+* never steps
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from minidist.comm import Group, all_reduce
-from minidist.precision.scaler import LossScaler
-from minidist.train.agree import StepResult
+from minidist.precision.simple import LossScaler, MasterWeights
 
 
-def agree_on_step(
-    loss: float,
-    squared_norm: float,
-    stop_requested: bool,
-    extra_values: Sequence[float],
-    tokens: float,
-    scaler: LossScaler | None,
-    group: Group,
-) -> tuple[StepResult, list[float]]:
-    """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
+def step_or_skip(
+    masters: MasterWeights, gradients: Sequence[Tensor], optimizer: Optimizer, scaler: LossScaler, group: Group
+) -> bool:
+    """Collective: update masters and parameters on all ranks of `group`, or on none; return whether they were updated.
 
-    All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
-    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that this
-    rank counts; each element is counted by one rank. tokens: number of tokens in the loss of the global batch, the same
-    on all ranks; if 0, the step is skipped. scaler: the loss scaler, which learns whether this step overflowed; None
-    without one.
+    gradients: of the masters, in order, times `scaler.scale`, summed over the ranks. Ranks may hold different masters,
+    such as shards. optimizer: of the masters. One all-reduce of one fp32 number, the largest of the ranks' overflow
+    flags, comes before any change; each rank's scaler then learns the result.
     """
-    mine = [loss, squared_norm, float(stop_requested), *extra_values]
-    vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
-    all_reduce(vector, group, async_op=True).wait(host=True)
-    total, square, stops, *sums = vector.tolist()
-    finite = math.isfinite(total) and math.isfinite(square)
-    # A non-finite loss is not caused by the scale, so a smaller scale would not help.
-    overflow = not finite and scaler is not None and math.isfinite(total)
-    if scaler is not None and tokens > 0:
-        scaler.update(overflow)
-    result = StepResult(
-        loss=total if tokens else None,
-        num_tokens=tokens,
-        grad_norm=math.sqrt(square) if finite else math.nan,
-        update_successful=finite and tokens > 0,
-        is_finite=finite,
-        stop_requested=stops > 0,
-        overflowed=overflow,
-        is_local_loss_finite=math.isfinite(loss),
-    )
-    return result, sums
+    is_finite = all(gradient.isfinite().all() for gradient in gradients)
+    overflow = torch.tensor(0.0 if is_finite else 1.0, device=group.world.control_device)
+    all_reduce(overflow, group, "max")
+    scale, skip = scaler.scale, bool(overflow)
+    scaler.update(skip)
+    if not skip:
+        masters.attach_grads(gradients, scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        masters.copy_to_params()
+    return not skip

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the solution, as it stands in minidist.precision.scaler.
+"""Dynamic loss scaling: the solution, as it stands in minidist.precision.simple.
 
 Backward is linear: the gradients of s times the loss are s times the gradients. So values below the smallest fp16
 number, 6e-8, are moved up into fp16's range, and are divided by s in float32 afterwards. The best scale is the
@@ -8,85 +8,76 @@ if the doubled scale was too large.
 
 The count of successful steps restarts after every change. Otherwise the scale would double right after it was halved,
 and every second step would be lost. Halving has no lower limit, but doubling has an upper one: an infinite scale
-makes all later gradients infinite.
+makes all later gradients infinite. A checkpoint includes the list of overflowed scales: without it a run that
+overflows in every step, and is restarted often enough, never notices that the scale is not the cause.
 
 Usual wrong answers:
 * doubles the scale one good step too late
 * the package's own
 * halves the scale after every step
 * an overflow halves the scale but does not reset the count of good steps
+* begins to count good steps anew after a restart
 * counts all overflows of the run, not consecutive ones
 * after the first `growth_interval` good steps, every good step doubles the scale
 * doubles the scale in every growth_interval-th step of the run, whatever happened before
+* exhausted after exactly `max_overflows` overflows, and no longer after one more
 * the scale never falls below 1
 * torch's GradScaler
-* the scale doubles without limit and becomes infinite
+* doubles a Python number without limit, past the largest float32
+* halves with an integer division, which ends at 0
+* the state holds the scaler's own list, which later steps change
 * records the scale after the overflow instead of the one that overflowed
 * exhausted only when one step more than `max_overflows` overflowed
 * swaps overflow and no overflow
-* doubles a Python float, which exceeds the largest float32
-* stores the count of good steps where checkpoints do not include it
+* saves the overflows, but does not load them
+* loses the overflows at a restart
+* begins with the initial scale again after a restart
+* its state changes when the scaler goes on
+* doubles after 2,000 good steps, whatever the configuration
 * does nothing after a step
 """
 
-import math
 from typing import Any
 
 from minidist.config import PrecisionConfig
-from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale, for gradients that would underflow in fp16.
+    """The dynamic loss scale, for gradients that would underflow in fp16 (arXiv 1710.03740, section 3.2).
 
-    scale: the factor of this step's loss; a float32 number, as in torch. overflowed: the loss scales of the latest
-    consecutive steps that overflowed, oldest first; empty if the last step did not overflow.
+    config: `initial_scale` is a power of two, so scaling is exact; `growth_interval` and `max_overflows` count steps.
+    scale: the factor of this step's loss. overflowed: the scales of the latest consecutive steps that overflowed,
+    oldest first; empty if the last step did not overflow. exhausted: whether these are `max_overflows` steps or more.
     """
 
     def __init__(self, config: PrecisionConfig):
-        self.scale = _float32(config.initial_scale)
-        self.overflowed: list[float] = []
+        self.scale, self.overflowed, self._good_steps = float(config.initial_scale), [], 0
         self._interval, self._max_overflows = config.growth_interval, config.max_overflows
-        self._good_steps = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
+        """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
         return len(self.overflowed) >= self._max_overflows
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
+        """Halve the scale after an overflow; double it after `growth_interval` consecutive successful steps.
 
-        The scale grows after `growth_interval` consecutive successful steps; every change restarts the count. It stays
-        a float32 number, has no lower limit, and is not doubled if the result would be infinite. overflow: whether a
-        non-finite gradient on any rank caused a skip.
+        Every change restarts the count of steps. At 2**127 the scale is not doubled, as fp32 has no 2**128, but the
+        count restarts. overflow: whether a gradient on any rank was non-finite.
         """
         if overflow:
             self.overflowed.append(self.scale)
-            self.scale, self._good_steps = _float32(self.scale * BACKOFF), 0
-            return
-        self.overflowed.clear()
-        self._good_steps += 1
+            self.scale, self._good_steps = self.scale / 2, 0
+        else:
+            self.overflowed, self._good_steps = [], self._good_steps + 1
         if self._good_steps == self._interval:
-            grown = _float32(self.scale * GROWTH)
-            # An infinite scale would make every later gradient overflow.
-            self.scale, self._good_steps = grown if grown < float("inf") else self.scale, 0
+            self.scale, self._good_steps = min(self.scale * 2, 2.0**127), 0
 
-    def state_dict(self) -> dict:
-        """Return the scale and its counters for a checkpoint, as a JSON object."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"scale": float, "good_steps": int, "overflowed": list}, which determine all later steps."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Restore a state that `state_dict()` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state_dict()` returned; it may have been written to JSON and read again."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])
-
-    @staticmethod
-    def is_valid_state(state: Any) -> bool:
-        """Whether an object read from JSON could have been returned by `state_dict()`."""
-        if not isinstance(state, dict) or not isinstance(overflowed := state.get("overflowed"), list):
-            return False
-        numbers = [state.get("scale"), *overflowed]
-        return type(state.get("good_steps")) is int and all(
-            type(number) is float and math.isfinite(number) and number >= 0 for number in numbers
-        )

@@ -1,4 +1,4 @@
-"""Master weights that keep small updates: the solution, as it stands in minidist.precision.masters.
+"""Master weights that keep small updates: the solution, as it stands in minidist.precision.simple.
 
 A weight in bfloat16 has eight significant bits, so its smallest change is 1/256 to 1/128 of its value. Late in
 training an update is about a thousandth of its weight, and rounding would discard each one, although a thousand of
@@ -7,120 +7,81 @@ rounded from them once per step. The rounding errors do not accumulate, because 
 overwritten by rounded values. That is why they are initialized with the values before rounding, and why nothing is
 copied back from the parameters.
 
-Gradients may have a narrow dtype: they are used once. Tensors that persist from step to step need a wide one: the
-master weights and the optimizer states. If the parameters are already wide, separate master weights would waste
-memory.
+Rounding to nearest has the same error in every step until the master has moved far enough. Stochastic rounding has
+another error in each step, and no error on average: the parameters of many steps average to the masters. With it a
+run can even do without masters, as the next section but one shows.
 
 Usual wrong answers:
-* copies although the parameters already have the masters' dtype
-* masters are float32, whatever the policy
+* adds noise of a fixed size to the value instead of its bits
+* adds the gradients to those of the previous step
 * the package's own
 * masters that are 1 everywhere
-* truncates instead of rounding to the nearest
-* copies only the first parameter back
-* copies gradients that already have the right dtype
-* gives every parameter the gradient from the start of the shard
-* gradients keep their own dtype
-* updates the masters but never the parameters
-* initializes the masters from the rounded parameters
-* concatenates the parameters without the padding between them
+* divides in the gradients' dtype, in which the quotient may be 0, and converts afterwards
+* divides the given gradient in place if it is fp32 already
+* rounds up or down with equal chances
+* rounds the parameters to nearest although a generator was given
+* draws from torch's global generator, not from the given one
+* 15 random bits: no value below the middle is ever rounded up
+* keeps an iterator of the parameters, which is used up after the first copy
+* does not clear the lower half, so the conversion rounds a second time
+* masters in the parameters' dtype
+* masters in float64, twice the memory that is needed
+* keeps the rounded values as masters
+* adds noise to NaN as well, which become infinities or zeros
+* the gradient is rounded to bf16, which an fp32 master refuses
+* updates the masters, and never the parameters
+* does not divide by the scale
+* makes the masters from the rounded parameters
+* draws one random number for all elements, which are then all rounded up or all down
+* copies only the first parameter
+* replaces the parameter's data by the fp32 master
 * reads the masters back from the rounded parameters after each update
-* reads the masters back from the rounded parameters before each update
-* gradients are cast to the dtype of the parameters before the reduction
-* rounds masters that do not last to the nearest, without `rounding`
-* does not pass the step to `rounding`, which then rounds equally in all steps
-* the optimizer updates the parameters themselves, without a copy
-* keeps the values in addition to the masters
-* an unused parameter gets a gradient of zeros
-* the views are copies, so the updated values are not copied back
+* rounds to nearest, whatever the noise
+* makes a new generator of the same seed for each step
+* cuts digits off instead of rounding to nearest
+* keeps another copy of the values beside the masters
+* the masters are the given tensors, which then change with every update
 * masters start as zeros
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from minidist.precision.dtypes import PrecisionDtypes
-from minidist.precision.masters import RoundingFunction
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round fp32 `values` to bf16, up or down at random, so that the expected result is the value (arXiv 1502.02551).
+
+    Values that bf16 represents are unchanged, also infinities and NaN. generator: of the random numbers.
+    """
+    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    # A bf16 number is the upper half of an fp32 number: the sum carries into it with just the right probability.
+    upper = (values.view(torch.int32) + noise) & ~0xFFFF
+    return torch.where(values.isfinite(), upper.view(torch.float32), values).to(torch.bfloat16)
 
 
 class MasterWeights:
-    """The masters of a flat buffer of parameters: a wider copy of the buffer, or the buffer itself.
+    """The fp32 copies of 16-bit parameters, which the optimizer updates in their place (arXiv 1710.03740, section 3.1).
 
-    params: (n,), the flat buffer, in the parameters' dtype. bounds: (start, stop) of each parameter in it, by name; the
-    rest is padding. values: each parameter's initial masters in full precision, (stop - start,), by name. dtypes: if
-    `dtypes.master` is None, masters are not kept between steps: every update makes them from `params`, in the dtype of
-    the optimizer states. offload: keep the masters in host memory and update them there. rounding: rounds such
-    temporary masters into `params` after an update; not used if masters are kept.
-
-    tensor: (n,), all masters; `params` itself unless `separate`. views: each parameter's slice of it, 1-D, by name.
-    separate: whether the masters are a copy. persistent: whether they are kept between steps; otherwise they occupy
-    memory only during an update.
+    parameters: 16-bit tensors of any shapes, which the model reads. values: their fp32 values before they were rounded,
+    in the same order. generator: round stochastically, to bf16, with its numbers; None: round to nearest.
+    masters: the fp32 copies, in the same order; they share no memory with `values`.
     """
 
     def __init__(
-        self,
-        params: Tensor,
-        bounds: Mapping[str, tuple[int, int]],
-        values: Mapping[str, Tensor],
-        dtypes: PrecisionDtypes,
-        offload: bool = False,
-        rounding: RoundingFunction | None = None,
+        self, parameters: Iterable[Tensor], values: Iterable[Tensor], generator: torch.Generator | None = None
     ):
-        dtype = dtypes.master or dtypes.state
-        self._params, self._bounds, self._rounding = params, bounds, rounding
-        self.separate = offload or dtype != params.dtype
-        self.persistent = dtypes.master is not None
-        self.tensor = params
-        if self.separate:
-            self.tensor = torch.zeros_like(params, dtype=dtype, device="cpu" if offload else params.device)
-        self.views = {name: self.tensor[start:stop] for name, (start, stop) in bounds.items()}
-        if self.separate and self.persistent:
-            for name, view in self.views.items():
-                view.copy_(values[name])
-        if not self.persistent:
-            self.tensor.untyped_storage().resize_(0)
+        self.masters = [value.detach().clone() for value in values]
+        self._parameters, self._generator = list(parameters), generator
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's elements, 1-D, by name: the masters if they are kept, else the parameters."""
-        source = self.tensor if self.persistent else self._params
-        return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
-
-    def needs_temporary_memory(self, gradients: Tensor) -> bool:
-        """Return whether an update allocates temporary memory, so that flat buffers should be updated one at a time.
-
-        gradients: (n,), as for `attach_grads`; only their dtype and device matter.
-        """
-        return not self.persistent or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
-
-    def attach_grads(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
-        """Set `.grad` of every master to its slice of `gradients` (n,), in the masters' dtype and device.
-
-        unused: parameters that no rank used in this step; their masters get no gradient.
-        """
-        if not self.persistent:
-            self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
-            self.tensor.copy_(self._params)
-        gradients = gradients.to(self.tensor)  # no copy if dtype and device agree
-        for name, (start, stop) in self._bounds.items():
-            if name not in unused:
-                self.views[name].grad = gradients[start:stop]
+    def attach_grads(self, gradients: Iterable[Tensor], scale: float = 1.0) -> None:
+        """Set the `.grad` of each master to its gradient, converted to fp32 and then divided by `scale`."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient.to(torch.float32) / scale
 
     @torch.no_grad()
-    def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: seed of stochastic rounding."""
-        if not self.separate:
-            return
-        if self.persistent:
-            self._params.copy_(self.tensor)
-            return
-        for name, (start, stop) in self._bounds.items():
-            self._rounding(self.views[name], self._params[start:stop], step, name)
-
-    def detach_grads(self) -> None:
-        """Drop the masters' gradients after an update, and free masters that are not persistent."""
-        for view in self.views.values():
-            view.grad = None
-        if not self.persistent:
-            self.tensor.untyped_storage().resize_(0)
+    def copy_to_params(self) -> None:
+        """Overwrite the parameters with the rounded masters; the masters keep their values."""
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            parameter.copy_(master if self._generator is None else round_stochastically(master, self._generator))

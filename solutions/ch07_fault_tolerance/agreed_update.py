@@ -14,12 +14,16 @@ Usual wrong answers:
 * the package's own
 * always updates
 * goes on after an error with what the broken sum left behind
+* tests the total of all elements, which overflows for large gradients that are finite
 * leaves the gradients in .grad, to which the next backward would add
+* sums in float32, whatever the dtype of the gradients is
 * averages over the ranks what is already divided by the size of the global batch
 * an unusable rank sends NaN and no flag: the others take it for an overflow
 * takes an overflow for a rank without gradients: the scaler never learns of it
 * each rank decides by its own flag
 * each rank tests its own gradients for infinities
+* lowers the scale before the all-reduce if its own gradients have overflowed: after an error the ranks have different
+  scales
 * returns whether the gradients were usable, and not whether the ranks updated
 * does not divide by the loss scale
 * the scaler learns of good steps only

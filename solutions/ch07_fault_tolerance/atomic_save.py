@@ -16,11 +16,15 @@ Usual wrong answers:
 * the SHA-256 of the tensors' bytes, and not of the file
 * writes nothing, and returns a name
 * makes room by removing the earlier checkpoint first: a crash leaves none
+* names the files by the global ranks, and lists those of the ranks in the group
 * does not sync the files of the ranks: the rename may reach the disk before their bytes
 * does not sync the partial folder: files may lose their names
+* the process with global rank 0 commits: nobody does in a group without it
 * writes into the final folder: it counts as a checkpoint from its first file on
 * does not sync the index
+* ignores the error of the last sync: returns although a crash may lose the checkpoint
 * leaves the files of an earlier attempt where they are
+* a rank without shards to save writes no file, and the index lists one
 * saves the shapes of the shards instead of the global ones
 * the other ranks do not learn that rank 0 has failed
 * every rank removes the partial folder, while another one removes the same files
@@ -57,7 +61,8 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
     shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
-    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed; then nothing is saved.
+    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed. Then nothing is saved, except
+    that the whole checkpoint may be there if only the last sync, after the rename, failed.
     """
     folder, gather = f"step-{step:08d}", bind_all_gather_object(group)
     partial, file = f"{folder}.partial", f"rank-{group.rank:05d}.safetensors"

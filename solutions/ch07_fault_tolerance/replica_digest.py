@@ -48,7 +48,7 @@ def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str,
     """
     contents = [tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digests = [hashlib.sha256(content).digest() for content in contents]
-    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True) for digest in digests])
+    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True) for digest in digests], dtype=torch.int64)
     table = torch.empty(group.size * len(mine), dtype=torch.int64)
     all_gather(table, mine, group)
     found = {}

@@ -21,10 +21,12 @@ Usual wrong answers:
 * stops at the first box that overlaps
 * indexes the saved box with the coordinates of the global tensor
 * gives a view new memory instead of filling that of the shard
+* gives the tensor new memory: the larger tensor, of which it is a view, keeps its old values
 * does not notice that elements are missing
 * reads the files without comparing their SHA-256
+* compares the numbers of elements instead of the shapes: loads a part of a transposed tensor
+* loads the shards with is_saved_here only: replicas keep their old values
 * a rank without shards returns no state
-* reads a file again for each shard
 * loads only boxes that are saved as they are
 * does not compare the global shapes: a tensor of 12 elements takes the first of 11
 * verifies before it copies, but on each rank alone: the others load while one raises

@@ -22,7 +22,9 @@ Usual wrong answers:
 * takes the oldest checkpoint
 * each rank follows its own list of folders: a rank that sees an older list resumes from another step
 * saves no optimizer states
+* saves the buffers of the state_dict, which has no non-persistent ones
 * begins the data anew
+* computes the position from the step: wrong if the batch size has changed
 * leaves out scalars, among them Adam's step count
 * restores the loss scale, but not the count of good steps
 * keeps the seed of the new run
@@ -47,7 +49,8 @@ from minidist.parameters import Box
 def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
     """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
 
-    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
+    The buffers include non-persistent ones, which `state_dict` leaves out: the next step may depend on them. The names
+    of the tensors are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
     is_saved_here: whether this rank saves them.
     """
     tensors = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}

@@ -135,7 +135,7 @@ def test_estimated_bytes_are_those_counted(ranks, tmp_path, text):
         ({"precision__policy": "bf16"}, "precision.policy bf16 do not fit"),
         ({"comm__algorithm": "ring"}, "leave --comm.algorithm and --comm.gradients out"),
         ({"consistency__server": 2}, "consistency.server is 2, and the 2 ranks .* are 0 to 1"),
-        ({"fault__live_recovery": True}, "replaces ranks from replicas that are equal"),
+        ({"fault__live_recovery": True}, "ranks have no step in common"),
         ({"consistency__staleness_bound": 3}, "staleness-bound 3 has no effect: consistency.mode is asynchronous"),
         ({"consistency__mode": "stale", "consistency__staleness_bound": -1}, "staleness-bound is -1; it must be 0 or"),
         ({"consistency__h": 3}, "consistency.h 3 has no effect"),

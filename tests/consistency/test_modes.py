@@ -428,10 +428,17 @@ def test_central_refuses_what_it_cannot_do(changes, message):
         validate(small_config(None, None, consistency__mode="central", **changes), 2)
 
 
-def test_modes_refuse_live_recovery_and_tied_embeddings_of_many_replicas_of_a_pipeline():
+def test_live_recovery_needs_copies_of_replicas_that_differ_and_steps_in_common():
+    live = {"fault__live_recovery": True, "consistency__h": 6}
+    validate(small_config(None, None, consistency__mode="local", **live), 2)
+    with pytest.raises(UserError, match="mode is local, and fault.memory-every is 0: give --fault.memory-every 6"):
+        validate(small_config(None, None, consistency__mode="local", fault__memory_every=0, **live), 2)
+    with pytest.raises(UserError, match="in consistency.mode stale ranks have no step in common: leave --fault.live"):
+        validate(small_config(None, None, consistency__mode="stale", fault__live_recovery=True), 2)
+
+
+def test_tied_embeddings_of_many_replicas_of_a_pipeline_are_refused():
     local = {"consistency__mode": "local", "consistency__h": 6}
-    with pytest.raises(UserError, match="fault.live-recovery replaces ranks from replicas that are equal"):
-        validate(small_config(None, None, fault__live_recovery=True, **local), 2)
     config = small_config(None, None, mesh__pp=2, model__num_layers=2, model__tie_embeddings=True, **local)
     validate(config, 4)
     with pytest.raises(UserError, match="merges 3 replicas, .* give --no-model.tie-embeddings"):

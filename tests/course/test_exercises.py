@@ -84,18 +84,18 @@ def test_the_rank_with_the_wrong_result_is_named(check_answer):
     verdict = check_answer(
         GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"]
     )
-    assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 4)
+    assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 3)
     assert report.format_finding(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",
-        "  rank      2 of 4",
-        "  expected  [84.0, 88.0, 92.0]",
+        "  rank      2 of 3",
+        "  expected  [48.0, 51.0, 54.0]",
         "  got       [26.0, 27.0, 28.0]",
     ]
 
 
 def test_a_class_of_the_package_may_not_be_inherited(check_answer):
     verdict = check_answer(GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
-    told = "your code uses minidist.parallel.data.reducer.NaiveReducer: this is the code that you write here"
+    told = "your code uses minidist.parallel.data.simple.NaiveReducer: this is the code that you write here"
     assert report.format_finding(verdict.results[0].finding) == [told]
 
 

@@ -13,7 +13,7 @@ from minidist.errors import UserError
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 TABLES = (ROOT / "exercises" / BLOCK.chapter / "exercise.toml").read_text()
-TABLE = TABLES[TABLES.index("[block_partition]") : TABLES.index("[strided_partition]")]
+TABLE = TABLES[TABLES.index("[block_partition]") : TABLES.index("[random_partition]")]
 OF_KIND = {exercise.kind: exercise for exercise in CATALOGUE.values()}  # one of each kind
 
 

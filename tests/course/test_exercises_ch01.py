@@ -12,7 +12,7 @@ EXERCISES = Catalogue()
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("bucketed_reducer", "wrong_after_backward"): (
+    ("overlapped_reducer", "wrong_after_backward"): (
         "launched_inside_backward",
         [
             "what happens after: ready head",
@@ -21,7 +21,7 @@ MESSAGES = {
             "  got       ready second.weight",
         ],
     ),
-    ("bucketed_reducer", "wrong_waits_at_once"): (
+    ("overlapped_reducer", "wrong_waits_at_once"): (
         "waits_at_the_end",
         [
             "waits inside backward",
@@ -30,7 +30,7 @@ MESSAGES = {
             "  got       ['wait 0', 'wait 1', 'wait 2', 'wait 3']",
         ],
     ),
-    ("bucketed_reducer", "wrong_copy_sent"): (
+    ("overlapped_reducer", "wrong_copy_sent"): (
         "no_second_copy_of_gradients",
         [
             "at most 130 kB peak memory for gradients (measured: 180 kB)",
@@ -69,19 +69,8 @@ def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
     assert report.format_finding(result.finding) == told
 
 
-def test_a_bucket_that_is_never_launched_on_one_rank_is_named(check_answer):
-    text = EXERCISES["bucketed_reducer"].solution.read_text()
-    launch = "        self.handle = all_reduce("
-    assert launch in text
-    forgotten = text.replace(launch, "        if not self.group.rank:\n    " + launch)
-    verdict = check_answer(EXERCISES["bucketed_reducer"], forgotten, only=["launched_inside_backward"])
-    told = report.format_finding(verdict.results[0].finding)
-    what = "the bucket of head was never launched"
-    assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
-
-
 def test_different_launch_orders_are_reported_without_internals(server, tmp_path):
-    exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
+    exercise, test = EXERCISES["overlapped_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.format_finding(check(exercise, answer, server, only=[test]).results[0].finding)
     # Which two of the ranks are compared first depends on which arrive first.

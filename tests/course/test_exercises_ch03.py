@@ -68,7 +68,7 @@ MESSAGES = {
         ],
     ),
     ("ring_all_reduce", "wrong_ready_made"): ("all_ranks_get_the_sum", None),
-    ("chunk_offset", "wrong_whole_row_in_each_round"): (
+    ("drifting_elements", "wrong_whole_row_in_each_round"): (
         "messages_follow_the_ring",
         [
             "elements that all ranks send in a step",

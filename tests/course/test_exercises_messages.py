@@ -115,3 +115,26 @@ def test_a_file_that_is_no_program_is_reported_as_that(check_answer, name, text)
     measured = {test.id: [] for test in exercise.tests()}
     told = report.format_verdict(check_answer(exercise, text, measured=measured), 3).splitlines()
     assert len(told) <= report.MAX_LINES and any(line.startswith(NO_PROGRAM[text]) for line in told)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("def block_partition", "async def block_partition", "block_partition must not be `async def`"),
+        ("    return", "    yield", "block_partition contains `yield`"),
+    ],
+)
+def test_a_function_that_runs_nothing_is_named(check_answer, before, after, message):
+    solution = stubs.solution_code(BLOCK)
+    assert before in solution
+    told = report.format_verdict(check_answer(BLOCK, solution.replace(before, after)))
+    assert message in told and "runs nothing" in told
+
+
+def test_warnings_of_libraries_are_not_what_the_code_printed(check_answer):
+    lines = (
+        '    import sys\n    print("mine", file=sys.stderr)\n    print("[W1125 12:00 cpu.cpp] low", file=sys.stderr)\n'
+    )
+    answer = stubs.solution_code(BLOCK).replace("    _check(n", lines + "    return None\n    _check(n")
+    told = report.format_verdict(check_answer(BLOCK, answer))
+    assert "mine" in told and "W1125" not in told

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,10 +124,10 @@ def test_edits_made_outside_the_notebook_are_kept(cell, work):
 def test_an_exercise_is_shown_and_its_file_becomes_one_cell(cell, work, offered):
     output = cell("%exercise block_partition")
     assert output.splitlines()[:2] == [
-        "Exercise 1.2: Consecutive blocks (block_partition)",
+        "Exercise 1.1: Consecutive blocks (block_partition)",
         "difficulty 1 of 5, 10 minutes, 10 points, 3 of 3 hints left (%hint block_partition)",
     ]
-    assert "Write the missing lines of block" in output and "Stub" not in output
+    assert "Divide the samples 0 .. n-1" in output and "Stub" not in output
     assert output.endswith("Your file: work/exercises/ch01_data_distribution/block_partition.py\n")
     assert offered == ["%%exercise block_partition\n" + STUB.rstrip("\n")]
     cell("%exercise block_partition")
@@ -155,7 +156,7 @@ def test_a_notebook_that_has_the_cell_gets_no_second_one(cell, work, offered, tm
 def test_a_program_that_runs_the_notebook_gets_no_cells_and_changes_nothing(cell, work, monkeypatch, shell):
     monkeypatch.setattr(shell, "set_next_input", lambda *_, **__: pytest.fail("a cell was added"))
     before = (work.folder / "progress.json").read_bytes()
-    assert "Exercise 1.2" in cell("%exercise block_partition")
+    assert "Exercise 1.1" in cell("%exercise block_partition")
     assert (work.folder / "progress.json").read_bytes() == before
 
 
@@ -166,6 +167,20 @@ def test_the_link_leads_from_the_notebook_to_the_file(work):
     link = text.rpartition("(")[2].rstrip(")")
     assert Path(link).resolve() == work.file(BLOCK).resolve() and not Path(link).is_absolute()
     assert link in ExerciseDisplay(BLOCK, None)._repr_markdown_()
+
+
+def test_the_stored_display_of_a_changed_exercise_is_updated(tmp_path):
+    from exercises.exercise_display import update_stored_displays
+
+    (tmp_path / "exercises").symlink_to(ROOT / "exercises")
+    chapter = ROOT / "chapters" / "00_first_run"
+    shutil.copytree(chapter, tmp_path / "chapters" / chapter.name)
+    assert update_stored_displays(Catalogue(tmp_path)) == []
+    notebook = tmp_path / "chapters" / chapter.name / f"{chapter.name}.ipynb"
+    original = notebook.read_text()
+    notebook.write_text(original.replace("hints left", "clues left"))
+    assert update_stored_displays(Catalogue(tmp_path)) == [notebook]
+    assert notebook.read_text() == original
 
 
 def test_hints_are_counted_as_in_the_shell(cell, work, capsys):
@@ -211,7 +226,7 @@ def test_outside_of_a_learners_folder_nothing_is_written(cell, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for line in ("%check block_partition", "%hint block_partition", f"%%exercise block_partition\n{RIGHT}"):
         assert "this notebook is not in your folder: python -m exercises start" in cell(line)
-    assert "Exercise 1.2" in cell("%exercise block_partition")
+    assert "Exercise 1.1" in cell("%exercise block_partition")
     assert [path.name for path in tmp_path.iterdir()] == ["ipython"]
 
 

@@ -9,7 +9,7 @@ from exercises.catalogue import Catalogue
 from minidist.errors import UserError
 
 CATALOGUE = Catalogue()
-SCRIPT, DEBUG, PREDICT = (CATALOGUE[name] for name in ("repaired_script", "averaged_parameter", "which_rank_hangs"))
+SCRIPT, DEBUG, PREDICT = (CATALOGUE[name] for name in ("repaired_script", "falling_loss", "which_rank_hangs"))
 NETWORK = "class Network(torch.nn.Module):\n    pass\n\n\n"
 ROOT = "def device_and_backend(*args):\n    pass\n\n\ndef main(*args, **kwargs):\n    "
 HEAD = "import os\n\nimport torch\nimport torch.distributed as dist\n\n\n"
@@ -120,7 +120,7 @@ def test_ranks_that_wait_for_one_that_has_ended_are_reported_with_their_line(che
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "dist.all_reduce(tensor)" in told)
     end = 1 + next(number for number, told in enumerate(text.splitlines()) if "destroy_process_group" in told)
     assert finding.kind == "deadlock"
-    assert f"averaged_parameter.py:{line}" in finding.what and f"averaged_parameter.py:{end}" in finding.what
+    assert f"falling_loss.py:{line}" in finding.what and f"falling_loss.py:{end}" in finding.what
 
 
 def test_raw_calls_of_a_piece_are_on_the_status_page(check_answer):

@@ -85,6 +85,7 @@ def test_an_edit_of_the_learner_changes_the_training(ranks, tmp_path):
     assert found[0] == found[1] and found[0][0] != found[2][0]
 
 
+@pytest.mark.exhaustive
 def test_it_runs_under_torchrun(work):
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ran = command(work("gradient_sum"), launcher=launcher)
@@ -112,7 +113,7 @@ def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
         ([], "you have passed no piece yet"),
         (["--only", "block_partition"], "you have not passed block_partition yet"),
         (["--only", "blocks"], "there is no exercise 'blocks'"),
-        (["--only", "averaged_parameter"], "is an exercise of kind debug, not a piece of the trainer"),
+        (["--only", "falling_loss"], "is an exercise of kind debug, not a piece of the trainer"),
     ],
 )
 def test_what_cannot_train_is_reported(work, capsys, words, message):
@@ -141,30 +142,32 @@ def test_options_that_lead_elsewhere_leave_the_piece_out(work, capsys):
 
 
 def test_of_two_pieces_on_different_ways_the_later_one_is_used():
-    chosen = choose_pieces([CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["bucketed_reducer"]], 3)
+    chosen = choose_pieces(
+        [CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["overlapped_reducer"]], 3
+    )
     assert [bool(choice.left_out) for choice in chosen] == [False, True, False]
     assert "--only gradient_sum" in chosen[1].left_out
-    assert chosen[2].options[:2] == ("--comm.gradients", "bucketed")
+    assert chosen[2].options[:4] == ("--engine", "simple", "--comm.gradients", "bucketed")
 
 
 def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
-    names = ["bucketed_reducer", "flat_partition", "stage_one_step", "shard_gradients", "gather_and_free"]
+    names = ["overlapped_reducer", "flat_shards", "zero_stage_one", "zero_stage_two", "zero_stage_three"]
     stages = {}
     for count in range(2, len(names) + 1):
         chosen = choose_pieces([CATALOGUE[name] for name in names[:count]], 2)
         assert [bool(choice.left_out) for choice in chosen] == [True] + [False] * (count - 1)
         stages[names[count - 1]] = {choice.options for choice in chosen if not choice.left_out}
-    assert stages["stage_one_step"] == {("--zero.stage", "1")}
-    assert stages["shard_gradients"] == {("--zero.stage", "2")}
-    assert stages["gather_and_free"] == {("--zero.stage", "3")}
+    assert stages["zero_stage_one"] == {("--engine", "simple", "--zero.stage", "1")}
+    assert stages["zero_stage_two"] == {("--engine", "simple", "--zero.stage", "2")}
+    assert stages["zero_stage_three"] == {("--engine", "simple", "--zero.stage", "3")}
 
 
 def test_either_of_several_values_may_be_asked_for():
     from minidist.tools.cli import parse_train_options
 
     for stage, lost in (("1", "--zero.stage 2 or 3"), ("2", ""), ("3", "")):
-        config, _ = parse_train_options(["--zero.stage", stage])
-        assert train._conflicting_option(train.PieceChoice(CATALOGUE["shard_gradients"]), config, 2) == lost
+        config, _ = parse_train_options(["--engine", "simple", "--zero.stage", stage])
+        assert train.conflicting_option(train.PieceChoice(CATALOGUE["zero_stage_two"]), config, 2) == lost
 
 
 @pytest.mark.parametrize("name", Catalogue())
@@ -177,7 +180,7 @@ def test_every_route_can_be_read_and_is_an_option_of_the_trainer(name):
         return
     words = [word for option, values in route_options(CATALOGUE[name], 3).items() for word in (option, *values)]
     config, _ = parse_train_options([], default_options=words)
-    assert not train._conflicting_option(train.PieceChoice(CATALOGUE[name]), config, 3) and (route == "always") == (
+    assert not train.conflicting_option(train.PieceChoice(CATALOGUE[name]), config, 3) and (route == "always") == (
         not words
     )
 

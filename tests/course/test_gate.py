@@ -69,8 +69,15 @@ def problems(server, exercise) -> str:
 
 
 @pytest.mark.parametrize("name", Catalogue())
-def test_the_gate_is_green(server, name):
-    gate = Gate(server)
+def test_the_gate_refuses_wrong_answers_and_accepts_the_solution(server, name):
+    gate = Gate(server, right_answers=False)
+    assert gate.run([Catalogue()[name]]), "\n".join(gate.problems)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", Catalogue())
+def test_the_gate_accepts_every_right_answer(server, name):
+    gate = Gate(server, everything_else=False)
     assert gate.run([Catalogue()[name]]), "\n".join(gate.problems)
 
 
@@ -196,7 +203,7 @@ def few(exercise):
     return exercise
 
 
-@pytest.mark.parametrize("name", ["repaired_script", "averaged_parameter", "which_rank_hangs"])
+@pytest.mark.parametrize("name", ["repaired_script", "falling_loss", "which_rank_hangs"])
 def test_each_kind_is_red_with_a_wrong_solution_and_a_stub_that_gives_it_away(server, course, name):
     exercise = few(course(name))
     shutil.copy(exercise.solution, exercise.stub)

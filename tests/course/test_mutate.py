@@ -77,7 +77,7 @@ WEAK = '''"""Tests that see too little."""
 from exercises.testing import expect, index_list, test
 
 
-@test(points=8)
+@test(points=9)
 def one_rank(answer):
     """The only rank has all samples."""
     expect("the samples", index_list(answer.strided_partition(4, 1, 0)), [0, 1, 2, 3])

@@ -9,8 +9,6 @@ from exercises.source_check import find_forbidden_code
 
 FORBIDDEN = {
     "import importlib": "importlib",
-    "import concurrent.futures as c": "concurrent",
-    "from concurrent.futures import ThreadPoolExecutor": "concurrent",
     "import torch.multiprocessing": "multiprocessing",
     "from torch import multiprocessing": "multiprocessing",
     "import exercise_tests": "exercise_tests",
@@ -42,6 +40,8 @@ from minidist.comm import all_reduce
 model = torch.compile(torch.nn.Linear(1, 1)).eval()
 for layer in model.modules(): layer.train(False)
 rank = int(os.environ["RANK"]), sys.argv, re.compile("a"), "the modules of a network"
+concurrent, sizes, self.modules, compile = 1, {"modules": 2}, [], None
+compile, gc.collect(), getattr(model, "modules")()
 if __name__ == "__main__": main()
 """
 

@@ -45,7 +45,7 @@ def save(work, exercise, answer):
 
 def test_nothing_is_checked_before_a_save(watcher, messages):
     assert watcher.step() == [] and watcher.step() == []
-    assert len(messages) == 1 and messages[0].startswith("next: 1.2 Consecutive blocks (10 points, 10 minutes)\nsave ")
+    assert len(messages) == 1 and messages[0].startswith("next: 1.1 Consecutive blocks (10 points, 10 minutes)\nsave ")
 
 
 def test_a_saved_file_is_checked_once_writing_has_ended(watcher, work, messages):
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_it_and_its_processes(work):
     """Its children are the rank server and, at this moment, the ranks of a check that does not come to an end."""
     command = [sys.executable, "-u", "-m", "exercises", "--work", str(work.folder), "watch", "block_partition"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout.readline().startswith("next: 1.2")
+        assert process.stdout.readline().startswith("next: 1.1")
         work.file(BLOCK).write_text("while True:\n    pass\n")
         assert wait_until(lambda: len(family(process.pid)) >= 2)
         pids = family(process.pid)

@@ -395,6 +395,15 @@ def test_a_flipped_sign_of_zero_is_found(ranks, size):
     assert ranks(_digest, size) == [expected] * size
 
 
+def _digest_of_nothing(world):
+    return differing_replicas({}, group_of(world))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_without_tensors_do_not_differ(ranks, size):
+    assert ranks(_digest_of_nothing, size) == [{}] * size
+
+
 @pytest.mark.parametrize("model", [(10800.0, 30.0, 60.0), (500.0, 100.0, 0.0), (1e6, 0.5, 300.0), (60.0, 90.0, 5.0)])
 def test_the_best_interval_is_that_of_the_fast_version(model):
     exact = FailureModel(*model)

@@ -1,5 +1,7 @@
 """Lines of the core: every module of the package outside `minidist/tools`, with docstrings, comments and blank lines.
 
+The simple versions, which the chapters build, are counted apart from the rest.
+
 `python -m tests.helpers.core_lines` prints the count by folder.
 """
 
@@ -15,17 +17,29 @@ def core_modules() -> list[Path]:
     return [path for path in modules if path.relative_to(PACKAGE).parts[0] not in ("tools", "__main__.py")]
 
 
+def is_simple_version(path: Path) -> bool:
+    """Whether a file is a simple version: a `simple.py`, or in a folder `simple`."""
+    return "simple" in path.relative_to(PACKAGE).with_suffix("").parts
+
+
 def core_lines() -> dict[str, int]:
-    """Lines by folder, the modules at the top level together."""
+    """Lines by folder, without simple versions; the modules at the top level together."""
     lines: dict[str, int] = {}
     for path in core_modules():
-        parts = path.relative_to(PACKAGE).parts
-        folder = parts[0] if len(parts) > 1 else TOP
-        lines[folder] = lines.get(folder, 0) + len(path.read_text().splitlines())
+        if not is_simple_version(path):
+            parts = path.relative_to(PACKAGE).parts
+            folder = parts[0] if len(parts) > 1 else TOP
+            lines[folder] = lines.get(folder, 0) + len(path.read_text().splitlines())
     return lines
+
+
+def simple_lines() -> dict[Path, int]:
+    """Lines of each file of the simple versions."""
+    return {path: len(path.read_text().splitlines()) for path in core_modules() if is_simple_version(path)}
 
 
 if __name__ == "__main__":
     counts = core_lines()
-    for name, count in [*sorted(counts.items()), ("together", sum(counts.values()))]:
-        print(f"{name:<12}{count:>8,}")
+    totals = ("together", sum(counts.values())), ("simple versions", sum(simple_lines().values()))
+    for name, count in [*sorted(counts.items()), *totals]:
+        print(f"{name:<16}{count:>8,}")

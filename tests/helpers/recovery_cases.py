@@ -34,7 +34,8 @@ class Kill:
 class Script:
     """What happens in a run. kills: see `Kill`. lost_replies: (member, step): this process does not get the agreement's
     result, as if the connection broke. wait_at: steps before which rank 0 waits until a new member has arrived.
-    are_replacements_late: whether new processes join only when the others have gone on. deadlock_at: before this step
+    are_replacements_late: whether new processes join only when the others have gone on. are_survivors_patient: whether
+    after a death the others wait for a new process before they go on. deadlock_at: before this step
     ranks 0 and 1 wait for a message from each other.
     """
 
@@ -42,6 +43,7 @@ class Script:
     lost_replies: tuple[tuple[int, int], ...] = ()
     wait_at: tuple[int, ...] = ()
     are_replacements_late: bool = False
+    are_survivors_patient: bool = False
     deadlock_at: int | None = None
 
 
@@ -124,6 +126,14 @@ def train_script(world, config, script: Script) -> dict:
         return restore(self, trainer)
 
     recovery_module.LiveRecovery.restore = restore_or_die
+    join = recovery_module.Membership.join_next_generation
+
+    def join_with_new_process(self, has_failed):
+        if script.are_survivors_patient and has_failed:
+            wait_for_key(world.store, "arrivals/1/0")
+        return join(self, has_failed)
+
+    recovery_module.Membership.join_next_generation = join_with_new_process
 
     def make_all(config):
         observers, meter = make_observers_and_meter(config)

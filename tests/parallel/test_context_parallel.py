@@ -13,10 +13,12 @@ from minidist.models.dropout import DropoutAddress
 from minidist.models.init import init_parameters
 from minidist.models.layers import Attention
 from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.parallel.context import simple
 from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.context.ulysses import ulysses_attention
+from minidist.parallel.tensor.simple import apply_tensor_parallel as apply_simple_tensor_parallel
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parameters import named_parameters
 from minidist.tools.deadlock.nccl_rules import find_nccl_violations
@@ -24,6 +26,10 @@ from tests.helpers.exhaustive import exhaustive
 
 FORMS = [(kind, layout) for kind in ("ring", "ulysses") for layout in ("zigzag", "contiguous")]
 by_form = pytest.mark.parametrize(("kind", "layout"), FORMS)
+APPLY = {"fast": apply_context_parallel, "simple": simple.apply_context_parallel}
+APPLY_TENSOR = {"fast": apply_tensor_parallel, "simple": apply_simple_tensor_parallel}
+ATTENTION = {"fast": (ring_attention, ulysses_attention), "simple": (simple.ring_attention, simple.ulysses_attention)}
+both_versions = pytest.mark.parametrize("version", APPLY)
 
 # batch, query heads, key and value heads, sequence, features of a head
 SHAPES = [(2, 12, 12, 48, 4), (1, 12, 4, 24, 5), (2, 12, 2, 24, 3), (3, 12, 1, 24, 2), (0, 12, 3, 24, 2)]
@@ -54,13 +60,14 @@ def reference_attention(shape: tuple) -> list:
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def make_attention(kind: str, layout: str, group):
+def make_attention(version: str, kind: str, layout: str, group):
+    ring, ulysses = ATTENTION[version]
     if kind == "ring":
-        return partial(ring_attention, group=group, layout=layout)
-    return partial(ulysses_attention, attend=partial(Attention.attend, None), group=group, layout=layout)
+        return partial(ring, group=group, layout=layout)
+    return partial(ulysses, attend=partial(Attention.attend, None), group=group, layout=layout)
 
 
-def run_attention(world: World, kind: str, layout: str, shapes: list) -> list:
+def run_attention(world: World, version: str, kind: str, layout: str, shapes: list) -> list:
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
     results = []
     for shape in shapes:
@@ -69,7 +76,7 @@ def run_attention(world: World, kind: str, layout: str, shapes: list) -> list:
         leaves = [
             x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves
         ]  # as a model has them
-        out = make_attention(kind, layout, group)(*leaves)
+        out = make_attention(version, kind, layout, group)(*leaves)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in leaves)])
     return results
@@ -87,30 +94,32 @@ def assert_attention(seen: list, shapes: list, layout: str) -> None:
 
 @by_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_attention_and_its_gradients_are_those_of_one_process(ranks, size, kind, layout):
+@both_versions
+def test_attention_and_its_gradients_are_those_of_one_process(ranks, version, size, kind, layout):
     shapes = [*SHAPES, (1, 12, 12, 2 * size, 1)]  # the shortest sequence that zigzag can shard
-    assert_attention(ranks(run_attention, size, kind, layout, shapes), shapes, layout)
+    assert_attention(ranks(run_attention, size, version, kind, layout, shapes), shapes, layout)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_attention_matches_one_process_over_gloo(ranks, kind):
-    assert_attention(ranks(run_attention, 4, kind, "zigzag", SHAPES, backend="gloo"), SHAPES, "zigzag")
+@both_versions
+def test_attention_matches_one_process_over_gloo(ranks, version, kind):
+    assert_attention(ranks(run_attention, 4, version, kind, "zigzag", SHAPES, backend="gloo"), SHAPES, "zigzag")
 
 
-def error_of_uneven_heads(world: World) -> str:
+def error_of_uneven_heads(world: World, version: str) -> str:
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
     query, key, value, _ = make_inputs((1, 3, 3, 4, 2))
     try:
-        make_attention("ulysses", "contiguous", group)(query, key, value)
+        make_attention(version, "ulysses", "contiguous", group)(query, key, value)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
-def test_heads_that_do_not_divide_are_refused(ranks):
-    assert (
-        ranks(error_of_uneven_heads, 2) == ["3 query heads cannot be shared equally by 2 ranks: use ring attention"] * 2
-    )
+@pytest.mark.parametrize(("version", "verb"), [("fast", "shared equally by"), ("simple", "sharded over")])
+def test_heads_that_do_not_divide_are_refused(ranks, version, verb):
+    expected = f"3 query heads cannot be {verb} 2 ranks: use ring attention"
+    assert ranks(error_of_uneven_heads, 2, version) == [expected] * 2
 
 
 LENGTH = 24
@@ -158,11 +167,11 @@ def train_in_one_process() -> tuple:
     return total.item(), count.item(), collect_gradients(model)
 
 
-def train_model(world: World, kind: str, layout: str | None, how: str = "plain") -> tuple:
+def train_model(world: World, version: str, kind: str, layout: str | None, how: str = "plain") -> tuple:
     meter = Meter()
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
     model = full_model()
-    apply_context_parallel(model, group, kind, layout)
+    APPLY[version](model, group, kind, layout)
     layout = layout or {"ring": "zigzag", "ulysses": "contiguous"}[kind]
     own = rank_positions(layout, LENGTH, group.size, group.rank)
     if how == "recomputed":
@@ -189,36 +198,38 @@ def assert_sums(seen: list, expected: tuple) -> None:
 
 @by_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_loss_and_gradients_of_a_model_are_those_of_one_process(ranks, size, kind, layout):
-    by_rank = ranks(train_model, size, kind, layout)
+@both_versions
+def test_loss_and_gradients_of_a_model_are_those_of_one_process(ranks, version, size, kind, layout):
+    by_rank = ranks(train_model, size, version, kind, layout)
     assert_sums(by_rank, train_in_one_process())
     assert find_nccl_violations({rank: one[3] for rank, one in enumerate(by_rank)}) == []
 
 
 @pytest.mark.parametrize("how", ["recomputed", "micro-batches"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_recomputation_and_micro_batches_in_flight_change_nothing(ranks, kind, how):
-    by_rank = ranks(train_model, 3, kind, None, how)
+@both_versions
+def test_recomputation_and_micro_batches_in_flight_change_nothing(ranks, version, kind, how):
+    by_rank = ranks(train_model, 3, version, kind, None, how)
     assert_sums(by_rank, train_in_one_process())
     assert find_nccl_violations({rank: one[3] for rank, one in enumerate(by_rank)}) == []
 
 
-def train_with_tensor_parallelism(world: World, kind: str, sequence: bool) -> tuple:
+def train_with_tensor_parallelism(world: World, kind: str, sequence: bool, version: str) -> tuple:
     uses = [GroupSpec("context", ("cp",)), GroupSpec("tp", ("tp",))]
     groups = bind(world, Mesh(cp=2, tp=2), uses, meter=Meter())
     model = full_model()
-    held = apply_tensor_parallel(model, groups["tp"], sequence)
-    apply_context_parallel(model, groups["context"], kind)
+    held = APPLY_TENSOR[version](model, groups["tp"], sequence)
+    APPLY[version](model, groups["context"], kind)
     layout = {"ring": "zigzag", "ulysses": "contiguous"}[kind]
     total, count = loss_of(model, rank_positions(layout, LENGTH, 2, groups["context"].rank))
     total.backward()
     return total.item(), count.item(), collect_gradients(model), held, groups.meter.records
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(("version", "sequence"), [("fast", False), ("fast", True), ("simple", False)])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_context_parallelism_composes_with_tensor_parallelism(ranks, kind, sequence):
-    by_rank = ranks(train_with_tensor_parallelism, 4, kind, sequence)
+def test_context_parallelism_composes_with_tensor_parallelism(ranks, kind, version, sequence):
+    by_rank = ranks(train_with_tensor_parallelism, 4, kind, sequence, version)
     assert find_nccl_violations({rank: one[4] for rank, one in enumerate(by_rank)}) == []
     total, count, gradients = train_in_one_process()
     for tp in range(2):

@@ -10,10 +10,14 @@ from minidist.mesh import Mesh
 from minidist.parallel.data.buckets import assign_buckets
 from minidist.parallel.data.reducer import find_gradient_group, register_gradient_hooks
 from minidist.parallel.data.replicate import broadcast_model, make_reducer
-from minidist.parameters import named_parameters, replicated_specs
+from minidist.parameters import Box, ParamSpec, named_parameters, replicated_specs
 from tests.helpers.processes import DEFAULT_CPU_BACKEND
 
-KINDS = [("naive", 1.0), ("bucketed", 1.0), ("bucketed", 1e-4), ("bucketed", 1e-9)]
+# Kind of reducer ("simple": the simple version of "bucketed") and size of a bucket in MiB.
+FAST = [("bucketed", 1.0), ("bucketed", 1e-4), ("bucketed", 1e-9)]
+SIMPLE = [("naive", 1.0), ("flat", 1.0), ("simple", 1.0), ("simple", 1e-4), ("simple", 1e-9)]
+KINDS = [*SIMPLE, *FAST]
+OVERLAPPED = ["bucketed", "simple"]
 
 
 class Net(nn.Module):
@@ -66,7 +70,13 @@ def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
     broadcast_model(model, groups["grads"])
     parameters = named_parameters(model)
     specs = replicated_specs(model, groups["grads"].ranks)
-    return model, make_reducer(kind, parameters, specs, [groups["grads"]], mib), groups.meter
+    return model, reducer_of(kind, parameters, specs, [groups["grads"]], mib), groups.meter
+
+
+def reducer_of(kind: str, parameters, specs, groups, mib: float):
+    """The reducer of one of KINDS."""
+    engine, how = ("simple", "bucketed") if kind == "simple" else ("fast", kind)
+    return make_reducer(engine, how, parameters, specs, groups, mib)
 
 
 def reduce_gradients(world: World, kind: str, mib: float, micro_batches: int, dtype=torch.float64) -> tuple[dict, list]:
@@ -106,15 +116,53 @@ def test_gradients_are_those_of_one_process(ranks, size, kind, mib):
                 assert error < 1e-13, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("kind, mib", KINDS[:3])
+@pytest.mark.parametrize("kind, mib", KINDS[:-1])
 def test_only_the_last_micro_batch_communicates(ranks, kind, mib):
     for _, sent in ranks(reduce_gradients, 2, kind, mib, 3):
         assert sent[:2] == [0, 0]
 
 
-def test_buckets_are_launched_inside_backward_and_naive_reductions_after_it(ranks):
-    assert all(sent[-1] > 1 for _, sent in ranks(reduce_gradients, 2, "bucketed", 1e-4, 1))
-    assert all(sent[-1] == 0 for _, sent in ranks(reduce_gradients, 2, "naive", 1.0, 1))
+def test_buckets_are_launched_inside_backward_and_other_reductions_after_it(ranks):
+    for kind in OVERLAPPED:
+        assert all(sent[-1] > 1 for _, sent in ranks(reduce_gradients, 2, kind, 1e-4, 1))
+    for kind in ("naive", "flat"):
+        assert all(sent[-1] == 0 for _, sent in ranks(reduce_gradients, 2, kind, 1.0, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_simple_and_fast_reducers_agree(ranks, size):
+    """Different data on every rank, 3 + rank samples; the order of the terms of a sum may differ."""
+    fast = ranks(reduce_gradients, size, "bucketed", 1e-4, 2)
+    for kind, mib in SIMPLE:
+        for (got, _), (expected, _) in zip(ranks(reduce_gradients, size, kind, mib, 2), fast, strict=True):
+            for name, grad in expected.items():
+                if grad is None:
+                    assert got[name] is None, name
+                else:  # a sum of at most four float64 terms: 1e-14 of the largest is 45 eps
+                    torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-14 * float(grad.abs().max()))
+
+
+def sums_over_two_groups(world: World, kind: str, mib: float) -> dict:
+    """Gradients of four parameters, two of which all ranks contribute to and two only the ranks of one dp group."""
+    groups = bind(world, Mesh(dp=2, tp=2), [GroupSpec("grads", ("dp",)), GroupSpec("all", ("dp", "tp"))], meter=Meter())
+    parameters = {name: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for name in "abcd"}
+    box = (Box.whole((3, 2)),)
+    ranks_of = {name: groups["grads" if name in "ac" else "all"].ranks for name in parameters}
+    specs = {name: ParamSpec(name, (3, 2), box, ranks_of[name], ranks_of[name]) for name in parameters}
+    reducer = reducer_of(kind, parameters, specs, groups.values(), mib)
+    for i, name in enumerate("dcba"):
+        if name != "b" or world.rank == 3:  # one rank alone uses b
+            reducer.accumulate(name, torch.full((3, 2), 10.0**i * (world.rank + 1), dtype=torch.float64))
+            reducer.mark_ready(name)
+    reducer.finish_reductions()
+    return {name: parameter.grad.unique().tolist() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("kind, mib", KINDS)
+def test_each_parameter_is_summed_over_its_own_group(ranks, kind, mib):
+    for rank, got in enumerate(ranks(sums_over_two_groups, 4, kind, mib)):
+        pair = 1 + 3 if rank % 2 == 0 else 2 + 4  # the ranks of a dp group, counted from 1
+        assert got == {"a": [1000.0 * pair], "b": [400.0], "c": [10.0 * pair], "d": [1.0 + 2 + 3 + 4]}
 
 
 def test_gradients_do_not_depend_on_bucket_size_bit_for_bit_at_two_ranks(ranks):
@@ -158,9 +206,10 @@ def gradients_of_ddp(world: World) -> dict:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_are_those_of_torchs_ddp(ranks, size):
+@pytest.mark.parametrize("kind", ["bucketed", "simple", "flat", "naive"])
+def test_gradients_are_those_of_torchs_ddp(ranks, size, kind):
     for theirs, (ours, _) in zip(
-        ranks(gradients_of_ddp, size, backend="gloo"), ranks(reduce_gradients, size, "bucketed", 1e-4, 1), strict=True
+        ranks(gradients_of_ddp, size, backend="gloo"), ranks(reduce_gradients, size, kind, 1e-4, 1), strict=True
     ):
         for name, grad in theirs.items():
             if grad is None or ours[name] is None:
@@ -201,7 +250,7 @@ def run_two_steps(world: World, kind: str) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("kind", ["naive", "bucketed"])
+@pytest.mark.parametrize("kind", ["naive", "flat", *OVERLAPPED])
 def test_clear_leaves_nothing_of_a_step(ranks, kind):
     for first, second in ranks(run_two_steps, 2, kind):
         assert all(second[name] is None if g is None else torch.equal(second[name], g) for name, g in first.items())
@@ -220,7 +269,7 @@ def test_replicas_without_a_group_are_refused():
         find_gradient_group(replicated_specs(Net(), (0, 1))["hidden.weight"], groups.values())
 
 
-@pytest.mark.parametrize("kind", ["naive", "bucketed"])
+@pytest.mark.parametrize("kind", ["naive", "flat", *OVERLAPPED])
 def test_a_gradient_after_its_ready_is_refused(kind):
     model, reducer, _ = set_up(World.single(), kind, 1e-4)
     reducer.accumulate("never", torch.ones(3, dtype=torch.float64))
@@ -233,19 +282,20 @@ def test_a_gradient_after_its_ready_is_refused(kind):
     assert model.never.grad.tolist() == [1.0] * 3
 
 
-def abort_with_bucket_in_flight(world: World) -> list:
+def abort_with_bucket_in_flight(world: World, kind: str) -> list:
     """Abort a step while its first bucket is in flight; return that bucket's gradient after the next step has begun."""
-    model, reducer, meter = set_up(world, "bucketed", 1e-9)
+    model, reducer, meter = set_up(world, kind, 1e-9)
     meter.records.clear()
     reducer.accumulate("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
     reducer.mark_ready("tied.bias")
     assert len(meter.records) == 1
-    before = reducer._buckets[0]
+    before = reducer._buckets[0] if kind == "bucketed" else reducer._buffers[0]
     reducer.clear_gradients()
-    assert reducer._buckets[0].buffer.data_ptr() != before.buffer.data_ptr()
+    reducer.accumulate("tied.bias", torch.full((5,), 7.0, dtype=torch.float64))
     before.handle.wait()
-    return before.views["tied.bias"].tolist()
+    return (before.buffer if kind == "bucketed" else before.tensor)[:5].tolist()
 
 
-def test_an_aborted_step_does_not_reuse_buffers_in_flight(ranks):
-    assert ranks(abort_with_bucket_in_flight, 2) == [[200.0] * 5] * 2
+@pytest.mark.parametrize("kind", OVERLAPPED)
+def test_an_aborted_step_does_not_reuse_buffers_in_flight(ranks, kind):
+    assert ranks(abort_with_bucket_in_flight, 2, kind) == [[200.0] * 5] * 2

@@ -3,11 +3,14 @@
 import json
 import sys
 
+import pytest
+
 from bench.__main__ import main
 from bench.compare_restarts import measure_recovery
 from tests.helpers.small_run import OPTIONS, write_text
 
 
+@pytest.mark.exhaustive
 def test_a_restart_is_measured_beside_that_of_an_empty_program(server, tmp_path, capsys):
     file = tmp_path / "restart.json"
     train = " ".join((*OPTIONS, "--data.path", str(write_text(tmp_path))))

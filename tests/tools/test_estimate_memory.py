@@ -37,7 +37,7 @@ TOTAL, KIND, MOST_BUFFERS = 0.05, 0.10, 0.30  # within which they agree
 
 
 def configured(
-    stage=0, policy="fp32", k=1, batch=8, recompute="none", model=None, mesh=None, how=None, **more
+    stage=0, policy="fp32", k=1, batch=8, recompute="none", engine="fast", model=None, mesh=None, how=None, **more
 ) -> Config:
     return Config(
         model=dataclasses.replace(MODEL, **(model or {})),
@@ -51,6 +51,7 @@ def configured(
         consistency=ConsistencyConfig(**more.pop("consistency", {})),
         train=TrainConfig(global_batch=batch, micro_batches=k),
         recompute=recompute,
+        engine=engine,
     )
 
 
@@ -103,6 +104,8 @@ GRID = {
         configured(stage=3, policy="bf16", recompute="block"),
         configured(stage=2, recompute="block", k=4),
         configured(comm={"gradients": "naive"}),
+        configured(comm={"gradients": "flat"}),
+        configured(engine="simple", k=4),
         configured(mesh={"tp": 2}),
         configured(mesh={"tp": 2}, how={"sequence": True}, policy="bf16", model={"dropout": 0.1}),
         configured(mesh={"cp": 2}),

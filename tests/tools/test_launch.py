@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +21,35 @@ KEPT = []
 
 
 # What ranks are given and give back
+
+
+def count_merged_pages():
+    """Merge this process's memory and fork: (merged MiB, whether the numbers are unchanged here and in the child)."""
+    import numpy as np
+
+    from minidist.tools.launch.huge_pages import merge_into_huge_pages
+
+    numbers = np.arange(4 << 20, dtype=np.int64)  # 32 MiB
+    merged = merge_into_huge_pages()
+    child = os.fork()
+    if child == 0:
+        numbers[::1000] += 1  # copies the pages that it changes
+        os._exit(int(numbers.sum() != (4 << 20) * ((4 << 20) - 1) // 2 + len(numbers[::1000])))
+    ended_well = os.waitpid(child, 0)[1] == 0
+    print(merged >> 20, ended_well and bool((numbers == np.arange(4 << 20)).all()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+def test_memory_merged_into_huge_pages_keeps_its_contents():
+    script = "from tests.tools.test_launch import count_merged_pages; count_merged_pages()"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    merged, unchanged = result.stdout.split()
+    assert unchanged == "True", result.stderr
+    if merged == "0":
+        pytest.skip("this kernel merges no memory on request")
+    assert int(merged) >= 30
 
 
 def place_and_sum(world, start):

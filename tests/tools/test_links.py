@@ -8,7 +8,7 @@ import torch
 
 from minidist.tools.network import link_report
 from minidist.tools.network import link_speed as measured
-from minidist.tools.network.link_report import describe_links, explain_unavailable_backend, format_link_speed
+from minidist.tools.network.link_report import explain_unavailable_backend, format_link_speed, report_link_speeds
 
 FIGURES = re.compile(
     r"(\w+): message [1-9]\d* us, [\d.e+]+ GB/s = [\d.]+ copies; "
@@ -20,7 +20,7 @@ GLOO, SHM, NCCL, SHARED_GPU = link_report.LINKS
 
 
 def test_every_backend_has_a_line():
-    head, *lines = describe_links(large_bytes=2**20)
+    head, *lines = report_link_speeds(large_bytes=2**20)
     assert head.startswith("2 ranks: 4 bytes in us, 1 MiB in GB/s (1e9 bytes sent by each rank)")
     names = ["gloo", "shm", "nccl", *(["shm on one GPU"] if torch.cuda.device_count() else [])]
     assert [line.partition(":")[0] for line in lines] == names
@@ -51,7 +51,7 @@ def test_all_ranks_have_the_same_figures_of_the_backend_asked_for(ranks, backend
 def test_an_unavailable_backend_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert describe_links([GLOO, NCCL])[1:] == [
+    assert report_link_speeds([GLOO, NCCL])[1:] == [
         "gloo: not available: this torch has no gloo",
         "nccl: not available: this torch has no nccl",
     ]
@@ -62,7 +62,7 @@ def test_an_unavailable_backend_is_reported_in_one_line(monkeypatch):
 
 def test_a_backend_that_fails_or_is_another_is_reported_and_the_next_is_measured(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
-    _, gloo, shm = describe_links([GLOO, SHM], large_bytes=2**16)
+    _, gloo, shm = report_link_speeds([GLOO, SHM], large_bytes=2**16)
     assert gloo.startswith("gloo: does not run: ") and "\n" not in gloo
     assert FIGURES.fullmatch(shm) or "cannot share memory" in shm
 
@@ -91,7 +91,7 @@ def test_gpus_are_measured_where_there_are_some_and_a_backend_that_is_another_ha
     for gpus, asked in ((1, [GLOO, SHM, SHARED_GPU]), (2, [GLOO, SHM, NCCL, SHARED_GPU])):
         Server.asked.clear()
         monkeypatch.setattr(link_report, "count_gpus", lambda gpus=gpus: gpus)
-        lines = describe_links()[1:]
+        lines = report_link_speeds()[1:]
         assert Server.asked == [link[1:] for link in asked]
         assert (
             len(lines) == 4

@@ -169,6 +169,7 @@ def test_a_second_profiler_is_reported_of_and_the_run_goes_on(ranks, tmp_path, t
     )
 
 
+@pytest.mark.exhaustive
 def test_memory_is_measured_under_torchrun(tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minidist")
     more = ("--train.steps", "2", "--folder", "run", "--memory", "m.svg", "--data.path", write_text(tmp_path))

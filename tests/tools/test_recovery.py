@@ -1,12 +1,16 @@
 """Live recovery: ranks are killed with SIGKILL, and the run equals the one in which nobody died."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from minidist.config import FaultConfig, MeshConfig
+from minidist.fault.shards import TensorShard
+from minidist.parameters import Box
 from minidist.tools.launch import RankFailure
+from minidist.train.checkpoint_state import copy_first_replica
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
 from tests.helpers.small_run import DEADLINE_S, read_checkpoint, read_metrics, train_small, with_changes
 
@@ -200,3 +204,48 @@ def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
     saved, expected = read_checkpoint(config.folder, 8), read_checkpoint(undisturbed(config), 8)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+# Replicas that differ, with copies after every step. Copies are collective, so no replica is a step ahead.
+MODES = {
+    "central": {"consistency__mode": "central"},
+    "local": {"consistency__mode": "local", "consistency__h": 4},
+    "diloco": {"consistency__mode": "diloco", "consistency__h": 4},
+    "gossip": {"consistency__mode": "gossip", "consistency__h": 2},
+    "diloco, zero 1 inside": {"consistency__mode": "diloco", "consistency__h": 4, "zero__stage": 1}
+    | {"consistency__replicas": 2},
+}
+
+
+def _marks_of(mode):
+    return () if mode == "diloco" else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=_marks_of(mode)) for mode in MODES])
+def test_a_replica_that_dies_is_replaced_with_its_own_state(server, undisturbed, tmp_path, mode):
+    config = recovery_config(tmp_path / "run", **FP64, **MODES[mode])
+    run_script(server, config, Script((Kill(1, 3),), are_survivors_patient=True), backend="shm")
+    check_equals_undisturbed(undisturbed, config)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=_marks_of(mode)) for mode in ("local", "diloco", "gossip")])
+def test_fewer_replicas_go_on_and_a_new_one_begins_as_replica_0(server, tmp_path, mode):
+    config = recovery_config(tmp_path / "run", **FP64, **MODES[mode])
+    script = Script((Kill(1, 3),), wait_at=(5,), are_replacements_late=True)
+    result = run_script(server, config, script, backend="shm", ranks=3)
+    rows = [row for row in read_metrics(config.folder) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [value["ranks"] for value in result.values] == [3] * 3
+    assert len({value["digest"] for value in result.values}) == 1  # all replicas are merged after the last step
+    text = notes(result)
+    assert "2 ranks go on, mesh pp=1 x dp=2 " in text
+    assert re.search(r"joins\n3 ranks go on, mesh pp=1 x dp=3 .*, with the state after step [4-7] from the live", text)
+
+
+def test_a_new_replica_gets_what_replicas_have_of_their_own():
+    kinds = ["params", "optimizer.exp_avg", "merge", "buffers", "outer.velocity", "replica-1.params"]
+    shards = [TensorShard(f"{kind}/tokens", (2,), Box.whole((2,)), torch.ones(2)) for kind in kinds]
+    copies = list(copy_first_replica(shards, range(2, 4)))
+    names = [f"replica-{i}.{kind}/tokens" for kind in kinds[:3] for i in (2, 3)]
+    assert [copy.name for copy in copies] == names
+    assert all(copy.tensor is shards[0].tensor for copy in copies[:2])

@@ -213,6 +213,7 @@ def test_a_rank_that_dies_leaves_no_file_and_a_run_that_is_stopped_a_whole_one(t
         assert "trace of steps 1 to" in command.output
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_there_is_one_file_of_all_ranks(tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minidist")
     more = ("--train.steps", "3", "--folder", "run", "--trace", "t.json", "--data.path", write_text(tmp_path))

@@ -12,6 +12,7 @@ from minidist.tools.estimate.estimate import estimate
 from minidist.tools.estimate.traffic import count_elements_sent_by_muon
 from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.matrix_plan import MatrixShard, assign_matrix_owners
+from tests.helpers.exhaustive import exhaustive
 
 SHAPES = {"a": (5, 3), "b": (2, 7), "c": (4, 4)}
 
@@ -62,7 +63,7 @@ def test_owners_share_the_work_equally_and_send_each_shard_once():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks_", [8, 64])
+@pytest.mark.parametrize("ranks_", [8, *exhaustive(64)])
 def test_muon_memory_under_zero_matches_its_formula(stage, ranks_):
     """0.79 billion parameters: bytes of model states within 3 % of the sum over parameters, on every rank."""
     model = ModelConfig(

@@ -86,8 +86,8 @@ def parameter_server_step(
     """Collective: reduce the gradients to rank `root`, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
-    root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged
-    elsewhere. Only the root needs optimizer states, but all bytes of a step pass through its one link. This is the
+    root: group rank. op: the reduction of the gradients. `gradient` may change on the root, and does not elsewhere.
+    Only the root needs optimizer states, but all bytes of a step pass through its one link. This is the
     parameter server of Li et al. 2014 with a single server.
     """
     flat_reduce(gradient, root, group, op)

@@ -33,7 +33,8 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
     shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
-    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed; then nothing is saved.
+    rank 0's is saved. Raises ErrorOnAnyRank on all ranks if any of them failed. Then nothing is saved, except
+    that the whole checkpoint may be there if only the last sync, after the rename, failed.
     """
     folder, gather = f"step-{step:08d}", bind_all_gather_object(group)
     partial, file = f"{folder}.partial", f"rank-{group.rank:05d}.safetensors"

@@ -47,7 +47,8 @@ class Run:
 def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
     """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
 
-    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
+    The buffers include non-persistent ones, which `state_dict` leaves out: the next step may depend on them. The names
+    of the tensors are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
     is_saved_here: whether this rank saves them.
     """
     tensors = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
@@ -72,9 +73,10 @@ def set_run_state(run: Run, state: dict) -> None:
 
 
 def create_optimizer_states(run: Run, tensors: Mapping[str, tuple[Sequence[int], str]]) -> None:
-    """Replace all optimizer states of a run by zero tensors, one for each optimizer state in `tensors`.
+    """Replace the optimizer states of a run with new ones, all zeros, so that a checkpoint can be loaded into them.
 
-    tensors: shape and dtype name of each tensor of the run, by the names of `run_shards`.
+    tensors: the (shape, dtype name) of each tensor of the checkpoint, by its name as in `run_shards`. Entries that are
+    not optimizer states (parameters and buffers) are ignored.
     """
     parameters = dict(run.model.named_parameters())
     run.optimizer.state.clear()

@@ -1,5 +1,5 @@
 """Data parallelism: replicas of the model, and the gradient reducer that averages their gradients.
 
-Public: the functions of `replicate` (equal replicas, the reducer of a configuration) and `reducer.GradientReducer`.
-Read in this order: `replicate`, `reducer`, `buckets`.
+Public: the functions of `replicate` (equal replicas, the reducer of a configuration), `reducer.GradientReducer` and the
+reducers of `simple`. Read in this order: `reducer`, `simple`, `replicate`, `buckets`.
 """

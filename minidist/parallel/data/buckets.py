@@ -20,23 +20,14 @@ from minidist.parallel.data.reducer import GradientReducer, find_gradient_group
 from minidist.parameters import ParamSpecs
 
 
-class _Unlaunched:
-    """The handle of a bucket that was never launched: `wait` raises RuntimeError."""
-
-    def __init__(self, names: list[str]):
-        self._names = names
-
-    def wait(self, host: bool = False) -> None:
-        raise RuntimeError(f"nothing to wait for: the bucket of {', '.join(self._names)} was never launched")
-
-
 class Bucket:
     """The gradients of some parameters in one flat buffer, which is summed over the group by one all-reduce.
 
-    counted_names: names of parameters, of this or other buckets. The buffer ends with one element for each: 1 if this
-    rank used the parameter and 0 if not, so after the all-reduce the number of ranks that used it.
-    buffer: (numel,), the gradients, then those counts. use_counts: the counts' part of the buffer. views: each
-    gradient's part, in the parameter's shape, by name. handle: the handle of the all-reduce.
+    counted_names: names of the parameters, of this or other buckets, for which the bucket counts the ranks that used
+    them. The buffer ends with one element for each: 1 if this rank used the parameter and 0 if not, which the
+    all-reduce sums.
+    Attributes: buffer: (numel,), the gradients, then the counts. use_counts: view of the counts. views: view of each
+    gradient, in the parameter's shape, by name. handle: of the all-reduce; None before it.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):
@@ -50,7 +41,7 @@ class Bucket:
         for name, parameter in parameters.items():
             self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-        self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
+        self.handle: Handle | None = None
 
     def launch(self, filled: Set[str]) -> None:
         """Collective: start the all-reduce. filled: names of the parameters with a gradient; all others send 0."""
@@ -134,8 +125,7 @@ class BucketedReducer(GradientReducer):
         if self._next:  # the step was aborted: buffers in flight must not be reused
             self._make_buckets()
         self._start_step()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        super().clear_gradients()
 
     def scale_gradients(self, factor: float) -> None:
         for bucket in self._buckets:

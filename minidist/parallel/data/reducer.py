@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from minidist.comm import Group, all_reduce
+from minidist.comm import Group
 from minidist.parameters import ParamSpec, ParamSpecs
 
 
@@ -61,9 +61,9 @@ class GradientReducer(ABC):
         """Declare that all gradients of parameter `name` have been added, so that its reduction may start."""
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """Declare that the backward of a micro-batch is over: ZeRO stages 2 and 3 then reduce its gradients.
+        """Collective, when the backward of a micro-batch is over: in ZeRO-2 and ZeRO-3, reduce its gradients.
 
-        chunk: the number, on this pipeline stage, of the model chunk that backward ran through; None for all.
+        chunk: the index, among this rank's model chunks, of the one whose backward is over; None: of all its chunks.
         """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class GradientReducer(ABC):
         """Collective: launch the step's remaining reductions and wait until all have completed."""
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the reduced gradient of each master, by parameter name; None for a parameter that no rank used."""
+        """Return the reduced gradients of the `masters`, by parameter name; None where no rank used the parameter."""
         return {name: parameter.grad for name, parameter in self._parameters.items()}
 
     @property
@@ -85,9 +85,11 @@ class GradientReducer(ABC):
     def exclude_unused(self, use_counts: Sequence[float]) -> None:
         """In ZeRO, exclude from the update the parameters whose use count (sum of all ranks' `used_flags`) is 0."""
 
-    @abstractmethod
     def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def groups_to_update(self) -> list[Any]:
         """Return the update groups: the masters that one call of the optimizer's `step` updates; here a single group.
@@ -109,9 +111,10 @@ class GradientReducer(ABC):
     def gather_params(self) -> None:
         """Collective: all-gather the updated parameters, in ZeRO; do nothing here, where each rank updates all."""
 
-    @abstractmethod
     def clear_gradients(self) -> None:
         """Drop the gradients of this step: set every `.grad` to None."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return this rank's elements of each parameter by name, for a checkpoint to save or a load to overwrite."""
@@ -119,6 +122,7 @@ class GradientReducer(ABC):
 
     def after_load(self) -> None:
         """Collective: update the parameters of all ranks after a load or merge has overwritten `checkpoint_tensors`."""
+        self.gather_params()
 
 
 def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
@@ -133,60 +137,9 @@ def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
     raise KeyError(f"no group was bound over ranks {spec.contributors}, which contribute to parameter {spec.name}")
 
 
-class NaiveReducer(GradientReducer):
-    """Gradient reducer of data parallelism with one all-reduce per parameter, after backward.
-
-    specs: the parameters' specs. groups: these must include the group of each parameter's replicas.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
-        super().__init__(parameters, specs)
-        groups = list(groups)
-        self._groups = {name: find_gradient_group(specs[name], groups) for name in self._parameters}
-        self._sums: dict[str, Tensor] = {}
-        self._ready: set[str] = set()
-
-    def accumulate(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient of parameter `name` to the sum of earlier micro-batches; `grad` is copied."""
-        if name in self._ready:
-            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r})")
-        if name in self._sums:
-            self._sums[name].add_(grad)
-        else:
-            self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
-
-    def mark_ready(self, name: str) -> None:
-        """Reject further gradients of `name` in this step; the reduction starts later, in `finish_reductions`."""
-        self._ready.add(name)
-
-    def finish_reductions(self) -> None:
-        """Collective: all-reduce the gradients; set `.grad` to their sums, to None if no rank used the parameter."""
-        for name, parameter in self._parameters.items():
-            group = self._groups[name]
-            # Every rank must take part in every collective: one that did not use the parameter sends zeros.
-            used = torch.tensor([float(name in self._sums)], device=parameter.device)
-            total = self._sums.get(name)
-            if total is None:
-                total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            all_reduce(total, group)
-            all_reduce(used, group, "max")
-            parameter.grad = total.view_as(parameter) if used.item() else None
-        self._sums, self._ready = {}, set()
-
-    def clear_gradients(self) -> None:
-        self._sums, self._ready = {}, set()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def scale_gradients(self, factor: float) -> None:
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-
 def register_gradient_hooks(
     parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, is_last_backward: Callable[[], bool]
-) -> list[torch.utils.hooks.RemovableHandle]:
+) -> list[RemovableHandle]:
     """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
     is_last_backward: returns whether the running backward is the last one of the step. Only then does a hook call

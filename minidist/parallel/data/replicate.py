@@ -4,14 +4,15 @@ The replicas are equal at the start because one of them is broadcast, and stay e
 the same update on each. What the network carries is the gradient, never the parameters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from torch import nn
 
 from minidist.comm import Group, broadcast
 from minidist.parallel.data.buckets import MIB, BucketedReducer
-from minidist.parallel.data.reducer import GradientReducer, NaiveReducer
+from minidist.parallel.data.reducer import GradientReducer
+from minidist.parallel.data.simple import FlatReducer, NaiveReducer, OverlappedReducer
 from minidist.parameters import ParamSpecs
 
 
@@ -32,17 +33,20 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 
 
 def make_reducer(
-    kind: Literal["bucketed", "naive"],
+    engine: Literal["fast", "simple"],
+    kind: Literal["bucketed", "flat", "naive"],
     parameters: Mapping[str, nn.Parameter],
     specs: ParamSpecs,
-    groups: Iterable[Group],
+    groups: Collection[Group],
     bucket_mib: float = 25.0,
 ) -> GradientReducer:
     """Make the gradient reducer that sums gradients over the replicas of each parameter.
 
-    kind: "bucketed" (`BucketedReducer`) or "naive" (`NaiveReducer`). specs: the parameters' specs, by name. groups:
+    engine: which version of "bucketed", `BucketedReducer` or `simple.OverlappedReducer`. kind: "flat" and "naive" are
+    `simple.FlatReducer` and `simple.NaiveReducer` with either engine. specs: the parameters' specs, by name. groups:
     these must include the group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
     """
-    if kind == "naive":
-        return NaiveReducer(parameters, specs, groups)
-    return BucketedReducer(parameters, specs, groups, int(bucket_mib * MIB))
+    if kind != "bucketed":
+        return {"flat": FlatReducer, "naive": NaiveReducer}[kind](parameters, specs, groups)
+    bucketed = OverlappedReducer if engine == "simple" else BucketedReducer
+    return bucketed(parameters, specs, groups, int(bucket_mib * MIB))

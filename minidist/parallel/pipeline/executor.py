@@ -12,7 +12,7 @@ are reduced at the end of the step, so that their reduction does not interleave 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -22,16 +22,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from minidist.comm import Group, Handle, recv, send
 from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
 from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, last_backward_index
+from minidist.parallel.pipeline.simple import EmptyHidden, RunPart
 from minidist.parallel.pipeline.split_backward import (
     DeferredWeightGradient,
     DeferWeightGradients,
     compute_weight_gradient,
 )
 from minidist.parallel.pipeline.transfers import StageProgram, Transfer, build_stage_programs
-
-# Runs one part of the model: (chunk, micro-batch, output of the previous part or None) -> the part's output; that of
-# the last part is the micro-batch's contribution to the loss.
-RunPart = Callable[[int, int, Tensor | None], Tensor]
 
 
 class PipelineExecutor:
@@ -83,7 +80,7 @@ class PipelineExecutor:
         """Return the tensors that backward keeps for weight gradients not computed yet (split backward)."""
         return [tensor for deferred in self._deferred.values() for _, *pair in deferred for tensor in pair]
 
-    def run(self, run_part: RunPart, empty_hidden: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
+    def run(self, run_part: RunPart, empty_hidden: EmptyHidden, skip: Sequence[int] = ()) -> None:
         """Collective over the stages: run forward and backward of all micro-batches.
 
         run_part: runs one chunk of the stage (see `RunPart`). empty_hidden: returns a new tensor for the hidden states
@@ -113,7 +110,7 @@ class PipelineExecutor:
         while self._sends:
             self._sends.popleft().wait()
 
-    def _transfer(self, transfer: Transfer, empty_hidden: Callable[[int], Tensor]) -> None:
+    def _transfer(self, transfer: Transfer, empty_hidden: EmptyHidden) -> None:
         place, group = transfer.result_of, self._groups[transfer.result_of.action.kind]
         if transfer.kind == "recv":
             tensor = empty_hidden(place.action.micro_batch)
@@ -170,7 +167,7 @@ class PipelineExecutor:
             self._arrived[StageAction(self.stage, action)] = tensor.contiguous(), None
 
     @torch.no_grad()
-    def run_forward(self, run_part: RunPart, empty_hidden: Callable[[int], Tensor], micro_batches: int) -> None:
+    def run_forward(self, run_part: RunPart, empty_hidden: EmptyHidden, micro_batches: int) -> None:
         """Collective over the stages: run forward of `micro_batches` non-empty micro-batches, one after another.
 
         run_part, empty_hidden: as in `run`. The results reach the caller only through `run_part`.

@@ -67,7 +67,7 @@ def expand_phases(phases: Phases, **queues: Sequence[tuple[int, int]]) -> list[A
 
     queues: for each word of the patterns except W, a keyword argument such as F=[(0, 0), (1, 0)]: the (micro-batch,
     chunk) pairs of its occurrences, in order. Occurrences without a pair are skipped. A W takes the pair of the
-    earliest B without W.
+    earliest B that has had no W yet.
     """
     waiting = {word: deque(pairs) for word, pairs in queues.items()} | {"W": deque()}
     actions = []
@@ -88,6 +88,7 @@ def micro_batch_order(micro_batches: int, chunk: int = 0) -> list[tuple[int, int
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
     """GPipe: one forward per micro-batch, then one backward per micro-batch.
 
+    stage: the index of the stage whose actions are returned. stages, micro_batches: how many there are.
     All micro-batches are in flight when the first backward begins.
     Huang et al. 2019, section 2.2 and figure 2.
     """

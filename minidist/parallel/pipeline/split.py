@@ -32,9 +32,10 @@ def keep_stage_modules(
 ) -> dict[str, tuple[int, ...]]:
     """Remove the modules of other stages from `model`; return the chunks that use each remaining parameter.
 
-    model: a full Transformer. parts: the layers of each part of the model, from the input on. Returns {global name:
-    chunks of this stage}. A head that is tied to the embedding of another stage keeps a replica of it under the
-    embedding's name; the gradients of the two must be summed.
+    model: a full Transformer. parts: the layers of each part of the model, from the input on. Returns, by the
+    parameter's name in the full model, the indices of this stage's chunks that use it. If the head's weight is tied to
+    an embedding on another stage, this stage keeps a replica of the embedding's weight, under its name; the caller must
+    see to it that the gradients of both replicas are summed.
     """
     tied, end = model.config.tie_embeddings, schedule.num_parts - 1
     chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.num_chunks)}

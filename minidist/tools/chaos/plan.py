@@ -76,8 +76,8 @@ def list_layouts(ranks: int) -> list[Layout]:
 def draw_trial(seed: int, number: int, world_sizes: Sequence[int]) -> Trial:
     """Draw trial `number`, counted from 0, at random; equal arguments give the same trial.
 
-    world_sizes: the possible numbers of ranks of a run. Every kind of fault occurs in each of its phases once before
-    any combination occurs again.
+    world_sizes: the possible numbers of ranks of a run. A trial's fault is a pair of a kind and a phase in which it is
+    injected (see `KINDS`). Successive trials go through all pairs in random order before any pair is repeated.
     """
     combinations = [(kind, phase) for kind, phases in KINDS.items() for phase in phases]
     random.Random(f"{seed} order").shuffle(combinations)

@@ -170,13 +170,13 @@ class TrialRunner:
         job = self._server.start(
             _train_rank, layout.num_ranks, (config,), deadline_s=_DEADLINE_S, replacement=replacement
         )
-        fault, stopped_s, failure, pids, all_pids = trial.fault, None, None, job.pids, set(job.pids)
+        fault, stop_time, failure, pids, all_pids = trial.fault, None, None, job.pids, set(job.pids)
         while not job.poll(0.02):
             pids = job.pids
             all_pids |= set(pids)
             if fault.kind == "stop" and is_stopped(pids[fault.rank]):
-                stopped_s = stopped_s or time.monotonic()
-                if time.monotonic() - stopped_s > _STOPPED_RANK_S:
+                stop_time = stop_time or time.monotonic()
+                if time.monotonic() - stop_time > _STOPPED_RANK_S:
                     job.kill()
         try:
             output = "".join(job.wait().output)
@@ -186,7 +186,7 @@ class TrialRunner:
         outcome.ended = "went on" if failure is None else str(failure).splitlines()[0]
         if f"injecting: {fault}" not in output and fault.kind != "kill" and not isinstance(failure, RunError):
             outcome.problems.append("the fault was not injected")
-        if problem := _check_end(trial, failure, stopped_s is not None, output):
+        if problem := _check_end(trial, failure, stop_time is not None, output):
             outcome.problems.append(f"{problem}: {failure or output or 'the run went on'}")
         return sorted(all_pids)
 

@@ -181,7 +181,8 @@ def _parameter_bytes(config: Config) -> int:
 def with_message_times(durations: Durations, config: Config, bytes_per_s: float) -> Durations:
     """Return `durations` for workers of a server on rank `consistency.server`, with one link for all messages.
 
-    A message holds all parameters, or all gradients; the messages of the server's own worker take no time.
+    bytes_per_s: the bandwidth of the link. A message holds all parameters, or all gradients; the messages of the
+    server's own worker take no time.
     """
     transfer_s = [_parameter_bytes(config) / bytes_per_s] * len(durations.compute_s)
     transfer_s[config.consistency.server] = 0.0
@@ -189,10 +190,11 @@ def with_message_times(durations: Durations, config: Config, bytes_per_s: float)
 
 
 def simulate_phases(config: Config, durations: Durations, bytes_per_s: float) -> list[list[Phase]]:
-    """Return the phases of each rank on the virtual clock, for a mode that trains on live ranks.
+    """Return the phases of each rank on the virtual clock, for any mode but asynchronous and stale.
 
-    A collective takes the bytes that its busiest rank sends over bytes_per_s. A central server is a server of
-    asynchronous workers with staleness bound 0. Latency is not modelled.
+    config: `config.consistency.mode` is the mode. durations: of the ranks' computation. bytes_per_s: at which each rank
+    sends. A collective takes the bytes that its busiest rank sends over bytes_per_s. Mode central is simulated as
+    asynchronous workers with staleness bound 0, which is the same exchange. Latency is not modelled.
     """
     ranks, steps, how = len(durations.compute_s), config.train.steps, config.consistency
     if how.mode == "central":

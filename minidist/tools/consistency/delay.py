@@ -26,7 +26,8 @@ def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
 def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
     """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    curvature: the second derivative of the quadratic. Simulates delay + 1 equally fast workers without a staleness
+    lr: the learning rate. delay: the staleness of every gradient, in updates. curvature: the second derivative of the
+    quadratic. num_updates: how many to simulate. Simulates delay + 1 equally fast workers without a staleness
     bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
     push.
     """
@@ -50,7 +51,7 @@ def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updat
 def measure_max_stable_learning_rate(delay: int, curvature: float = 1.0, precision: float = 0.005) -> float:
     """Find by bisection, with `diverges_with_delay`, the largest learning rate that is stable.
 
-    precision: relative width of the last interval.
+    delay, curvature: as in `diverges_with_delay`. precision: relative width of the last interval.
     """
     low, high = 0.0, 4.0 / curvature
     while high - low > precision * high:

@@ -38,7 +38,8 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 def mfu(flops_per_token: float, tokens_per_s: float, num_gpus: int, gpu_peak_flops: float) -> float:
     """Return the model FLOPs utilisation as a fraction (Chowdhery et al. 2022, appendix B).
 
-    tokens_per_s: tokens per second of all GPUs together. gpu_peak_flops: peak FLOP/s of one GPU.
+    flops_per_token: model FLOPs of forward and backward. tokens_per_s: tokens per second of all GPUs together.
+    gpu_peak_flops: peak FLOP/s of one GPU.
     """
     return flops_per_token * tokens_per_s / (num_gpus * gpu_peak_flops)
 

@@ -77,21 +77,21 @@ class Verdict:
         return self.text
 
 
-def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
+def detect_deadlock(stable_statuses: Mapping[int, Status]) -> Verdict | None:
     """Return the deadlock or mismatch of operations that the status of the ranks shows; None if there is none.
 
-    snapshots: by global rank, the status of each rank whose status was equal in two consecutive readings. The first
-    reading of every rank must precede the second reading of every rank, so that all ranks were in these states at one
-    time. A rank without a snapshot counts as running. The running time is linear in the number of ranks and of
+    stable_statuses: by global rank, the status of each rank whose status was equal in two consecutive readings. The
+    first reading of every rank must precede the second reading of every rank, so that all ranks were in these states at
+    one time. A rank without an entry counts as running. The running time is linear in the number of ranks and of
     operations that they wait for.
     """
-    if verdict := find_operation_mismatch(snapshots):
+    if verdict := find_operation_mismatch(stable_statuses):
         return verdict
-    ranks_by_wait = _group_by_wait(snapshots)
-    missing = {wait: _missing(wait, snapshots) for wait in ranks_by_wait}
+    ranks_by_wait = _group_by_wait(stable_statuses)
+    missing = {wait: _missing(wait, stable_statuses) for wait in ranks_by_wait}
     stuck = {rank for wait, ranks in ranks_by_wait.items() if missing[wait] for rank in ranks}
     # Free the ranks whose missing ranks can all still launch their part, then those that waited for a freed rank, ...
-    blocking = {wait: [m for m in ranks if _blocks(m, wait, stuck, snapshots)] for wait, ranks in missing.items()}
+    blocking = {wait: [m for m in ranks if _blocks(m, wait, stuck, stable_statuses)] for wait, ranks in missing.items()}
     waits_for: dict[int, list[AwaitedOperation]] = {}
     for wait, ranks in blocking.items():
         for rank in ranks:
@@ -108,37 +108,37 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
     if not stuck:
         return None
     stuck_waits = {
-        wait: [m for m in blocking[wait] if m in stuck or snapshots[m].state in ENDED]
+        wait: [m for m in blocking[wait] if m in stuck or stable_statuses[m].state in ENDED]
         for wait in ranks_by_wait
         if num_blocking[wait]
     }
-    return _deadlock_verdict(sorted(stuck), stuck_waits, ranks_by_wait, snapshots)
+    return _deadlock_verdict(sorted(stuck), stuck_waits, ranks_by_wait, stable_statuses)
 
 
-def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[AwaitedOperation, list[int]]]:
+def find_awaited_ranks(statuses: Mapping[int, Status]) -> dict[int, dict[AwaitedOperation, list[int]]]:
     """Return the running ranks that other ranks wait for, as {running rank: {operation: ranks that wait in it}}.
 
-    The operations are those that the running rank has not launched. snapshots: the status of each rank, by global rank;
-    a rank without a snapshot counts as running.
+    The operations are those that the running rank has not launched. statuses: the status of each rank, by global rank;
+    a rank without a status counts as running.
     """
     awaited: dict[int, dict[AwaitedOperation, list[int]]] = {}
-    for wait, ranks in _group_by_wait(snapshots).items():
-        for rank in _missing(wait, snapshots):
-            if rank not in snapshots or snapshots[rank].state in ("idle", "running"):
+    for wait, ranks in _group_by_wait(statuses).items():
+        for rank in _missing(wait, statuses):
+            if rank not in statuses or statuses[rank].state in ("idle", "running"):
                 awaited.setdefault(rank, {})[wait] = ranks
     return awaited
 
 
-def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
+def find_operation_mismatch(statuses: Mapping[int, Status]) -> Verdict | None:
     """Return a verdict on two ranks that launched different operations where they must be the same; None if none did.
 
     Two operations of the same number on one channel (an ordered sequence of operations of a group) must have the same
     name, dtype and, except for all_to_all, number of elements. Each waiting rank is compared with the other ranks of
     the channel on which it waits, and each ended rank with the other ranks of all its channels. Two running ranks are
-    not compared. snapshots: the status of each rank, by global rank.
+    not compared. statuses: the status of each rank, by global rank.
     """
     first_ranks: dict[Channel, dict[int, dict[int, int]]] = {}
-    for rank, snapshot in sorted(snapshots.items()):
+    for rank, snapshot in sorted(statuses.items()):
         channels = [snapshot.wait_channel] if snapshot.state in BLOCKED and snapshot.wait_channel else []
         channels = list(snapshot.progress_by_channel) if snapshot.state in ENDED else channels
         for channel in channels:
@@ -146,11 +146,11 @@ def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
             if own is None:
                 continue
             if channel.peer is not None:
-                peers = _first_rank_by_crc([channel.peer], _matching_channel(rank, channel), snapshots)
+                peers = _first_rank_by_crc([channel.peer], _matching_channel(rank, channel), statuses)
             elif channel in first_ranks:
                 peers = first_ranks[channel]
             else:
-                peers = first_ranks[channel] = _first_rank_by_crc(channel.ranks, channel, snapshots)
+                peers = first_ranks[channel] = _first_rank_by_crc(channel.ranks, channel, statuses)
             different = [
                 (other, seq)
                 for seq, (crc, _) in _by_seq(own).items()
@@ -159,7 +159,7 @@ def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
             ]
             if different:
                 other, seq = min(different)
-                return _mismatch_verdict(rank, other, channel, seq, snapshots)
+                return _mismatch_verdict(rank, other, channel, seq, statuses)
     return None
 
 
@@ -170,7 +170,7 @@ class ReportDelay:
     """
 
     def __init__(self):
-        self._first_found_s: float | None = None
+        self._first_found_time: float | None = None
 
     def release_if_due(
         self, verdict: Verdict | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
@@ -182,13 +182,13 @@ class ReportDelay:
         `time.monotonic()`.
         """
         if verdict is None or verdict.kind != "deadlock":
-            self._first_found_s = None
+            self._first_found_time = None
             return verdict
-        self._first_found_s = now_s if self._first_found_s is None else self._first_found_s
+        self._first_found_time = now_s if self._first_found_time is None else self._first_found_time
         is_any_running = any(
             rank not in snapshots or snapshots[rank].state in ("idle", "running") for rank in all_ranks
         )
-        return None if is_any_running and now_s - self._first_found_s < _JOIN_S else verdict
+        return None if is_any_running and now_s - self._first_found_time < _JOIN_S else verdict
 
 
 class DeadlockDetector:
@@ -218,44 +218,44 @@ class DeadlockDetector:
         return self._report_delay.release_if_due(detect_deadlock(same), same, snapshots, now_s)
 
 
-def _group_by_wait(snapshots: Mapping[int, Status]) -> dict[AwaitedOperation, list[int]]:
+def _group_by_wait(statuses: Mapping[int, Status]) -> dict[AwaitedOperation, list[int]]:
     """Return the ranks that wait for each operation, both in ascending order."""
     ranks_by_wait: dict[AwaitedOperation, list[int]] = {}
-    for rank, snapshot in sorted(snapshots.items()):
+    for rank, snapshot in sorted(statuses.items()):
         if snapshot.state in BLOCKED and snapshot.wait_channel is not None:
             own = None if snapshot.wait_channel.peer is None else rank
             ranks_by_wait.setdefault(AwaitedOperation(snapshot.wait_channel, snapshot.wait_seq, own), []).append(rank)
     return ranks_by_wait
 
 
-def _missing(wait: AwaitedOperation, snapshots: Mapping[int, Status]) -> list[int]:
+def _missing(wait: AwaitedOperation, statuses: Mapping[int, Status]) -> list[int]:
     """Return the ranks that, by their status, have not reached their part of the operation."""
     channel = wait.channel
     if channel.peer is not None:
         matching = _matching_channel(wait.rank, channel)
-        return [] if _has_reached(channel.peer, matching, wait.seq, snapshots) else [channel.peer]
-    return [rank for rank in channel.ranks if not _has_reached(rank, channel, wait.seq, snapshots)]
+        return [] if _has_reached(channel.peer, matching, wait.seq, statuses) else [channel.peer]
+    return [rank for rank in channel.ranks if not _has_reached(rank, channel, wait.seq, statuses)]
 
 
-def _has_reached(rank: int, channel: Channel, seq: int, snapshots: Mapping[int, Status]) -> bool:
+def _has_reached(rank: int, channel: Channel, seq: int, statuses: Mapping[int, Status]) -> bool:
     """Return whether the rank has launched the operation, and its GPU completed those before (NCCL's order)."""
-    progress = snapshots[rank].progress_on(channel) if rank in snapshots else None
+    progress = statuses[rank].progress_on(channel) if rank in statuses else None
     if progress is None or progress.num_launched < seq:
         return False
     if seq <= progress.num_launched - progress.num_pending:
         return True
-    return (snapshots[rank].wait_channel, snapshots[rank].wait_seq) == (channel, seq)
+    return (statuses[rank].wait_channel, statuses[rank].wait_seq) == (channel, seq)
 
 
-def _blocks(rank: int, wait: AwaitedOperation, stuck: set[int], snapshots: Mapping[int, Status]) -> bool:
+def _blocks(rank: int, wait: AwaitedOperation, stuck: set[int], statuses: Mapping[int, Status]) -> bool:
     """Return whether the operation is lost if `rank`, which is missing in it, has ended or stays stuck."""
-    if rank not in snapshots:
+    if rank not in statuses:
         return False
-    if snapshots[rank].state == "pending":  # its program runs, and may still launch what it has not launched
+    if statuses[rank].state == "pending":  # its program runs, and may still launch what it has not launched
         channel = wait.channel if wait.channel.peer is None else _matching_channel(wait.rank, wait.channel)
-        progress = snapshots[rank].progress_on(channel)
+        progress = statuses[rank].progress_on(channel)
         return rank in stuck and progress is not None and progress.num_launched >= wait.seq
-    return rank in stuck or snapshots[rank].state in ENDED
+    return rank in stuck or statuses[rank].state in ENDED
 
 
 def _matching_channel(rank: int, channel: Channel) -> Channel:
@@ -269,12 +269,12 @@ def _matching_channel(rank: int, channel: Channel) -> Channel:
 
 
 def _first_rank_by_crc(
-    ranks: Iterable[int], channel: Channel, snapshots: Mapping[int, Status]
+    ranks: Iterable[int], channel: Channel, statuses: Mapping[int, Status]
 ) -> dict[int, dict[int, int]]:
     """Return, for each sequence number, the distinct crcs and for each of them the first rank that has it."""
     by_seq: dict[int, dict[int, int]] = {}
     for rank in ranks:
-        progress = snapshots[rank].progress_on(channel) if rank in snapshots else None
+        progress = statuses[rank].progress_on(channel) if rank in statuses else None
         for seq, (crc, _) in _by_seq(progress).items() if progress else ():
             by_seq.setdefault(seq, {}).setdefault(crc, rank)
     return by_seq
@@ -285,7 +285,7 @@ def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
     return dict(enumerate(progress.recent_operations, start=first))
 
 
-def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, snapshots: Mapping[int, Status]) -> Verdict:
+def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, statuses: Mapping[int, Status]) -> Verdict:
     pair = sorted([(rank, channel), (other, _matching_channel(rank, channel))])
     (low, channel), (high, _) = pair
     members = (
@@ -295,7 +295,7 @@ def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, snapsho
     )
     lines = [f"mismatch: operation #{seq} {members} is not the same on ranks {low} and {high}"]
     for rank, own_channel in pair:
-        snapshot = snapshots[rank]
+        snapshot = statuses[rank]
         text = _by_seq(snapshot.progress_on(own_channel))[seq][1]
         where = (
             f", waiting at {shorten_location(snapshot.wait_location)}"
@@ -315,29 +315,29 @@ def _deadlock_verdict(
     stuck: list[int],
     stuck_waits: Mapping[AwaitedOperation, list[int]],
     ranks_by_wait: Mapping[AwaitedOperation, list[int]],
-    snapshots: Mapping[int, Status],
+    statuses: Mapping[int, Status],
 ) -> Verdict:
     involved = sorted({*stuck, *(m for ranks in stuck_waits.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
     lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
-    lines += describe_ranks({rank: snapshots[rank] for rank in involved})
-    lines += _reason(stuck_waits, ranks_by_wait, snapshots)
+    lines += describe_ranks({rank: statuses[rank] for rank in involved})
+    lines += _reason(stuck_waits, ranks_by_wait, statuses)
     return Verdict("deadlock", tuple(stuck), "\n".join(lines), tuple(involved))
 
 
 def _reason(
     stuck_waits: Mapping[AwaitedOperation, list[int]],
     ranks_by_wait: Mapping[AwaitedOperation, list[int]],
-    snapshots: Mapping[int, Status],
+    statuses: Mapping[int, Status],
 ) -> list[str]:
     """Explain the deadlock: a rank ended without launching its part, or ranks wait for each other in a cycle."""
     for wait, ranks in stuck_waits.items():
-        ended = [m for m in ranks if snapshots[m].state in ENDED]
+        ended = [m for m in ranks if statuses[m].state in ENDED]
         if ended:
             rank = ranks_by_wait[wait][0]
-            part = _describe_operation(rank, snapshots[rank])
-            same = [m for m in ended if snapshots[m].state == snapshots[ended[0]].state]
-            return [f"{format_ranks(same)} {snapshots[ended[0]].state} without launching {part}"]
+            part = _describe_operation(rank, statuses[rank])
+            same = [m for m in ended if statuses[m].state == statuses[ended[0]].state]
+            return [f"{format_ranks(same)} {statuses[ended[0]].state} without launching {part}"]
     wait_of = {rank: wait for wait in stuck_waits for rank in ranks_by_wait[wait]}
     next_rank, rank = {}, next(iter(wait_of))
     while rank not in next_rank:
@@ -345,7 +345,7 @@ def _reason(
         rank = next_rank[rank]
     links = list(next_rank.items())
     cycle = links[list(next_rank).index(rank) :]
-    parts = [f"rank {a} waits for rank {b} to launch {_describe_operation(a, snapshots[a])}" for a, b in cycle]
+    parts = [f"rank {a} waits for rank {b} to launch {_describe_operation(a, statuses[a])}" for a, b in cycle]
     parts = parts if len(parts) <= 4 else [*parts[:2], f"and so on in a cycle of {len(cycle)} ranks"]
     return [f"{part}," for part in parts[:-1]] + parts[-1:]
 

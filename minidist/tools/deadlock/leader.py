@@ -93,7 +93,7 @@ class Leader:
         self._report_delay = ReportDelay()
         self._hangs, self._noted = HangTracker(), set()
         self._next_question_s, self._question_interval_s = float("-inf"), ASK_S
-        self._killed_s: dict[int, float] = {}
+        self._kill_times: dict[int, float] = {}
         self.notes: list[str] = []
 
     def poll(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
@@ -178,7 +178,7 @@ class Leader:
     def _watch_hangs(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
         waited_s = self._hangs.seconds_awaited(self._awaited, now_s)
         self._noted = {(rank, what) for rank, what in self._noted if rank in waited_s}
-        self._killed_s = {rank: since_s for rank, since_s in self._killed_s.items() if rank in waited_s}
+        self._kill_times = {rank: since_s for rank, since_s in self._kill_times.items() if rank in waited_s}
         suspects = sorted(rank for rank, seconds in waited_s.items() if seconds >= ASK_S)[:_MAX_ASKED]
         if not suspects:
             return record._replace(asked_ranks=(), ranks_to_kill=()), None
@@ -195,10 +195,10 @@ class Leader:
         too_long = [rank for rank in suspects if waited_s[rank] >= self._hang_limit_s]
         for rank in too_long:
             wait = describe_wait(waited_s[rank], waiting_ranks(self._awaited[rank]))
-            if rank not in self._killed_s:
-                self._killed_s[rank] = now_s
+            if rank not in self._kill_times:
+                self._kill_times[rank] = now_s
                 self.notes.append(f"rank {rank} is killed: {wait}")
-            elif now_s - self._killed_s[rank] >= _KILL_S:
+            elif now_s - self._kill_times[rank] >= _KILL_S:
                 return record, Verdict("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
         return record._replace(ranks_to_kill=tuple((rank, *self._facts[rank].location) for rank in too_long)), None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from minidist.config import Config
+from minidist.errors import UserError
 from minidist.tools.estimate import activations, flops, shards, states
 from minidist.tools.estimate.checkpoint_copies import checkpoint_copy_bytes
 from minidist.tools.estimate.layout import Layout, plan_layout
@@ -100,9 +101,14 @@ def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
     """Estimate memory, FLOPs and bytes sent of one training step on each of `world_size` ranks, by formulas.
 
     t_comm: time of a transfer between pipeline stages, as a multiple of the forward of the costliest model chunk.
-    Raises UserError for a run that `minidist train` would refuse.
+    Raises UserError for a run that `minidist train` would refuse, and for the simple version of ZeRO.
     """
     layout = plan_layout(config, world_size)
+    if config.engine == "simple" and config.zero.stage:
+        raise UserError(
+            f"engine is simple and zero.stage is {config.zero.stage}, which have no estimate: give --engine fast. "
+            "Parameters, gradients and optimizer states take as many bytes, up to padding; temporary buffers differ."
+        )
     traffic = Traffic(layout)
     stages = [_Stage(layout, traffic, stage) for stage in range(layout.mesh.pp)]
     ranks = [_estimate_rank(layout, stages, traffic, rank) for rank in range(layout.mesh.world_size)]

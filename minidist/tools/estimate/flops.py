@@ -44,9 +44,10 @@ def stage_flops_per_token(layout: Layout, stage: int) -> int:
 
 
 def recomputes_down_projection(config: Config) -> bool:
-    """Return whether full recomputation of a layer computes its last matrix product again, the down projection.
+    """Return whether full recomputation of a layer repeats the down projection, the layer's last matrix product.
 
-    It does so only if backward needs a later result (a dropout mask), or if the layer is compiled as one graph.
+    It does so only if backward needs something computed after the down projection (a dropout mask), or if the layer is
+    compiled as one graph.
     """
     return config.model.dropout > 0 or config.compile
 

@@ -12,7 +12,7 @@ def count_all_gathers(
     has_embedding_and_head: Sequence[tuple[bool, bool]],
     keep_last_block: bool,
 ) -> Counter[int]:
-    """Count how often ZeRO stage 3 gathers the parameters of each layer while a pipeline stage runs `actions`.
+    """Count how often ZeRO-3 gathers the parameters of each layer while a rank of a pipeline runs `actions`.
 
     Returns the number of all-gathers by layer number; ROOT stands for the parameters outside of all layers.
 

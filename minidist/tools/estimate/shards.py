@@ -28,9 +28,9 @@ class LocalFlatParam:
     """A flat parameter of one rank: a buffer in which parameters are concatenated, so that ZeRO can shard it evenly.
 
     layout: its parameters and shards (`zero.plan`). replica_group: the name of the group spec over which ranks that
-    have the same shard sum its gradient; None if no other rank has the shard. chunk: the number of the model chunk,
-    within the pipeline stage, whose backward completes the gradients. block: the number of the layer with which ZeRO
-    stage 3 gathers the flat parameter, or ROOT for parameters outside of all layers.
+    have the same shard sum its gradient; None if no other rank has the shard. chunk: the index, among the rank's
+    model chunks, of the one whose backward completes the gradients. block: the number of the layer with which ZeRO-3
+    gathers the flat parameter, or ROOT for parameters outside of all layers.
     """
 
     layout: FlatLayout
@@ -115,8 +115,8 @@ def local_model_states(
         without_moments = states.model_states(sizes, layout.config.zero, policy)
     else:
         owned = {parameter.name: parameter.numel for parameter in parameters}
-        # The last bucket ends with an element per parameter that reports whether the parameter was used.
-        reports = len(parameters) if layout.config.comm.gradients == "bucketed" else 0
+        # Flat buffers end with an element per parameter that reports whether the parameter was used.
+        reports = 0 if layout.config.comm.gradients == "naive" else len(parameters)
         numel, element_bytes = sum(owned.values()), PRECISION_BYTES[policy.parameter]
         without_moments = states.ModelStates(numel * element_bytes, (numel + reports) * element_bytes, 0, 0)
     moment_bytes = sum(owned.values()) * states.outer_bytes_per_element(layout.config.consistency, policy)
@@ -149,7 +149,7 @@ def flat_param_operations(
 
 
 def _count_all_gathers(layout: Layout, stage: int) -> Counter[int]:
-    """How often stage 3 gathers each block of a pipeline stage in a step."""
+    """How often ZeRO-3 gathers each block of a pipeline stage in a step."""
     chunks, schedule, config = layout.stage_chunks(stage), layout.schedule, layout.config
     if schedule is None:
         actions = [op for _ in range(config.train.micro_batches) for op in (("F", 0), ("B", 0), ("end", 0))]

@@ -1,7 +1,7 @@
 """Bytes of gradients, and of ZeRO's temporary buffers, at each place of a step.
 
-ZeRO stage 3 gathers a layer's parameters while the layer computes, and prefetches the next layer's parameters; the last
-layer of forward stays gathered. In stages 2 and 3, once all gradients of a flat parameter are ready, they are copied
+ZeRO-3 gathers a layer's parameters while the layer computes, and prefetches the next layer's parameters; the last
+layer of forward stays gathered. In ZeRO-2 and ZeRO-3, once all gradients of a flat parameter are ready, they are copied
 into a flat gradient, which is reduced to this rank's shard. At most two flat gradients are in flight, one while another
 is filled.
 """
@@ -42,7 +42,7 @@ class GradientAndBufferSizes:
     flat_params: the rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
     bytes of the rank's gradients just before the update. accumulates: whether a step has more than one micro-batch.
 
-    Three arguments of the methods give the time. chunk: the number of the model chunk within the stage. place: the
+    Three arguments of the methods give the time. chunk: the index of the model chunk on the pipeline stage. place: the
     number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many parameters of that layer
     have their gradients.
     """
@@ -62,11 +62,11 @@ class GradientAndBufferSizes:
     def gathered_parameter_bytes(
         self, chunk: int, place: int | str, forward: bool = False, prefetching: bool = True
     ) -> int:
-        """Return the bytes of the flat parameters that ZeRO stage 3 has gathered at a time of a step; else 0.
+        """Return the bytes of the flat parameters that ZeRO-3 has gathered at a time of a step; else 0.
 
-        chunk: the model chunk of the stage. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or
-        DONE. forward: the time is the end of forward, not in backward. prefetching: the next layer's all-gather is in
-        flight too.
+        chunk: the index of the model chunk on the pipeline stage. place: the number of the layer whose backward runs,
+        or HEAD, EMBEDDING or DONE. forward: the time is the end of forward, not in backward. prefetching: the next
+        layer's all-gather is in flight too.
         """
         if self.zero.stage < 3:
             return 0
@@ -92,9 +92,9 @@ class GradientAndBufferSizes:
     ) -> GradientAndBufferBytes:
         """Return the bytes of gradients and of temporary buffers on a rank at one time of backward.
 
-        chunk: the model chunk of the stage. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or
-        DONE. num_ready: how many parameters of that layer have their gradients. split_backward: this backward leaves
-        the gradients of weight matrices to a later action (W).
+        chunk: the index of the model chunk on the pipeline stage. place: the number of the layer whose backward runs,
+        or HEAD, EMBEDDING or DONE. num_ready: how many parameters of that layer have their gradients. split_backward:
+        this backward leaves the gradients of weight matrices to a later action (W).
         """
         names = self._ready_gradients(chunk, place, num_ready)
         if split_backward:
@@ -122,9 +122,9 @@ class GradientAndBufferSizes:
     ) -> GradientAndBufferBytes:
         """Return the bytes of gradients and temporary buffers while one flat gradient is filled and then sent.
 
-        chunk: the model chunk of the stage. flat_param_index: which of the chunk's flat parameters the flat gradient
-        belongs to. place: the number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many
-        parameters of that layer have their gradients.
+        chunk: the index of the model chunk on the pipeline stage. flat_param_index: which of the chunk's flat
+        parameters the flat gradient belongs to. place: the number of the layer whose backward runs, or HEAD, EMBEDDING
+        or DONE. num_ready: how many parameters of that layer have their gradients.
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         before, flat = flat_params[:flat_param_index], flat_params[flat_param_index]
@@ -142,8 +142,8 @@ class GradientAndBufferSizes:
 
         place: the number of the layer whose backward runs, or HEAD, EMBEDDING or DONE. num_ready: how many parameters
         of that layer have their gradients. A reduction is launched once all gradients of the flat parameter are ready;
-        in stage 3, once backward has also left its layer; in stages 2 and 3 under a pipeline, once the backward of the
-        chunk has ended.
+        in ZeRO-3, once backward has also left its layer; in ZeRO-2 and ZeRO-3 under a pipeline, once the backward of
+        the chunk has ended.
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         if place == DONE:
@@ -191,9 +191,7 @@ class GradientAndBufferSizes:
 
     @property
     def _allocated_in_backward(self) -> bool:
-        if shards.uses_flat_params(self.layout):
-            return self.zero.shards_gradients
-        return self.layout.config.comm.gradients == "naive"
+        return shards.uses_flat_params(self.layout) and self.zero.shards_gradients
 
     def _ready_gradients(self, chunk: int, place: int | str, num_ready: int) -> set[str]:
         """The names of the chunk's parameters whose gradients are computed."""

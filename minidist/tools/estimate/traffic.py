@@ -94,8 +94,8 @@ class Traffic:
         operations: Counter[Operation] = Counter()
         for fragment in range(how.fragments):
             numel = sum(size for name, size in sizes.items() if how.fragment_of(name) == fragment)
-            # The weight of a replica in tokens, whether to stop, and whether its files are written.
-            operations["outer", "all_reduce", 3, DTYPE_BYTES["float64"]] += 1
+            # The weight of a replica in tokens, whether to stop or regroup, and whether its files are written.
+            operations["outer", "all_reduce", 4, DTYPE_BYTES["float64"]] += 1
             if how.mode == "gossip":
                 neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
                 operations["outer", "send", numel + 1, element_bytes] += neighbours * (numel > 0)

@@ -135,9 +135,9 @@ class RankServer:
             "live": live,
             "clean_exit": clean_exit,
             "replaces_ranks": replacement is not None,
-            "environ": {**_QUIET_PROFILER_ENV, **os.environ, **self.env},
+            "environ": {**_QUIET_PROFILER_ENV, **self._inherited_environ(), **self.env},
             "cwd": os.getcwd(),
-            "path": list(sys.path),
+            "path": self._import_path(),
             "argv": list(sys.argv),
         }
         from minidist.tools.launch.job import Job
@@ -180,7 +180,27 @@ class RankServer:
             start_new_session=True,  # Ctrl-C at a terminal reaches only the client, which handles it
         )
         server_end.close()
+        self._connect(own_end)
+
+    def _connect(self, own_end: socket.socket) -> None:
+        """Begin to talk to a new server process over this end of its socket."""
         self._connection, self._is_ready, self._has_ended = MessageSocket(own_end), False, False
+
+    # Four steps that a subclass changes if it does not trust the code that runs on the ranks, or runs them elsewhere.
+
+    load_message = staticmethod(pickle.loads)  # unpickles messages and results of ranks
+
+    def _inherited_environ(self) -> Mapping[str, str]:
+        """Return the environment variables of this process that ranks inherit."""
+        return os.environ
+
+    def _import_path(self) -> list[str]:
+        """Return the `sys.path` of the ranks."""
+        return list(sys.path)
+
+    def create_listening_socket(self, backlog: int) -> socket.socket:
+        """Return a socket that listens on a free port of 127.0.0.1, as the ranks see that address."""
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
 
     def ensure_ready(self) -> None:
         """Block until the server can start ranks; restart it if it has died. Raises RunError if it does not start."""

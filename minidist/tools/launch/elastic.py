@@ -68,7 +68,7 @@ class ElasticRanks:
         return sorted(self._waiting)
 
     def start_process(self) -> int:
-        """Start one more process, which joins the next group; return its number."""
+        """Start one more process, which joins the next group; return its number: 0, 1, ... in the order of starts."""
         number = len(self._processes)
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(

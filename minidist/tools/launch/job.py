@@ -3,7 +3,6 @@
 import contextlib
 import mmap
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -88,7 +87,7 @@ class Job:
         self._detector = DeadlockDetector()
         self._failure: Exception | None = None
         self._first_seen_s: dict[str, float] = {}  # when a rank was first seen to have died, or raised
-        self._released_s: float | None = None
+        self._release_time: float | None = None
         self._is_rank_0_released = False
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankHandle] = []
@@ -126,13 +125,14 @@ class Job:
             raise
         if self._failure is not None:
             raise self._failure
-        values = [None if rank.is_left_out else pickle.loads(rank.payload) for rank in self._ranks]
+        load = self._server.load_message
+        values = [None if rank.is_left_out else load(rank.payload) for rank in self._ranks]
         return Result(values, [rank.output for rank in self._ranks])
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Process output, results and failures for at most `timeout_s` seconds; return whether the job has ended."""
         if not self.has_ended:
-            if self._released_s is None:  # deadlock detection goes on until all ranks have returned
+            if self._release_time is None:  # deadlock detection goes on until all ranks have returned
                 timeout_s = min(timeout_s, self._detector.seconds_until_next_reading(time.monotonic()))
             self._process_events(timeout_s)
         if not self.has_ended:
@@ -196,7 +196,7 @@ class Job:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()  # earlier output of this process must precede that of the ranks
-        store_socket = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
+        store_socket = self._server.create_listening_socket(backlog=max(128, self.size))
         port = store_socket.getsockname()[1]
         self._bootstrap = {**bootstrap, "size": self.size, "port": port}
         if self._replacement is not None:
@@ -212,7 +212,7 @@ class Job:
         control, their_control = socket.socketpair()
         stack_fd, their_stack = os.pipe()
         output_fd, their_output = os.pipe() if self._capture else (None, None)
-        rank = RankHandle(control, output_fd, stack_fd)
+        rank = RankHandle(control, output_fd, stack_fd, self._server.load_message)
         self._listen(control, rank.read_messages)
         self._listen(stack_fd, rank.read_stack_bytes)
         if self._capture:
@@ -280,7 +280,7 @@ class Job:
                 self._replace_rank(message["rank"])
 
     def _check_progress(self, now_s: float) -> None:
-        if self._released_s is not None:
+        if self._release_time is not None:
             return self._finish_returned_ranks(now_s)
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
         snapshots = self.status_snapshots() if due else []
@@ -374,7 +374,7 @@ class Job:
 
     def _release(self, now_s: float) -> None:
         """After all ranks have returned, let them exit; rank 0, which serves the store, last."""
-        self._released_s = now_s
+        self._release_time = now_s
         for rank in self._ranks[1:]:
             rank.allow_exit()
         self._finish_returned_ranks(now_s)
@@ -382,7 +382,7 @@ class Job:
     def _finish_returned_ranks(self, now_s: float) -> None:
         if all(rank.has_ended for rank in self._ranks):
             self._finish(None)
-        elif now_s - self._released_s > _GRACE_END_S:
+        elif now_s - self._release_time > _GRACE_END_S:
             self._end(None)  # the results have arrived; kill processes that do not exit
         elif not self._is_rank_0_released and all(rank.has_ended for rank in self._ranks[1:]):
             self._is_rank_0_released = True

@@ -6,7 +6,7 @@ import pickle
 import re
 import signal
 import socket
-import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.tools.launch.failure import RankError
@@ -37,12 +37,20 @@ class RankHandle:
     the exit code of the process, None while it lives. is_left_out: whether the process has died and the job continues
     without it. answers: the answers to requests (see `RankWorker`) that have arrived and are not yet processed.
     hang_note: why the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
+    load_message: unpickles the rank's messages.
     """
 
-    def __init__(self, control: socket.socket, output_fd: int | None, stack_fd: int):
+    def __init__(
+        self,
+        control: socket.socket,
+        output_fd: int | None,
+        stack_fd: int,
+        load_message: Callable[[bytes], Any] = pickle.loads,
+    ):
+        self._load_message = load_message
         self.control, self.output_fd, self.stack_fd = control, output_fd, stack_fd
         self.pid, self.hang_note = 0, ""
-        self.state, self.payload, self.last_message_s = "running", None, 0.0
+        self.state, self.payload = "running", None
         self.exit_code: int | None = None
         self.is_left_out = False
         self.answers: list[Any] = []
@@ -94,14 +102,14 @@ class RankHandle:
             return False
         for frame in self._frames.feed(data):
             try:
-                kind, payload = pickle.loads(frame)
+                kind, payload = self._load_message(frame)
             except Exception:  # the rank's code may have broken anything in its process
-                self._is_unreadable, self.state, self.last_message_s = True, "exit", time.monotonic()
+                self._is_unreadable, self.state = True, "exit"
                 return False
             if kind == "answer":
                 self.answers.append(payload)
                 continue
-            self.state, self.payload, self.last_message_s = kind, payload, time.monotonic()
+            self.state, self.payload = kind, payload
         return bool(data)
 
     def read_output(self) -> bool:

@@ -17,9 +17,11 @@ import traceback
 import weakref
 from collections.abc import Sequence
 
+from minidist.tools.launch.huge_pages import merge_into_huge_pages
 from minidist.tools.launch.protocol import MessageSocket
 
 _PARENT_CHECK_S = 1.0
+_MERGING_JOB = 10  # before it memory is merged, which takes 0.5 s; then each rank takes 10 ms less
 _RANK_MODULES = (
     "torch.distributed",
     "minidist.comm.objects",
@@ -87,6 +89,8 @@ class _ServerProcess:
 
     def _handle(self, message: dict, fds: tuple[int, ...]) -> None:
         if message["op"] == "start":
+            if self.method == "fork" and message["job"] == _MERGING_JOB and message["rank"] == 0:
+                merge_into_huge_pages()
             pid = self._fork(fds) if self.method == "fork" else _spawn(fds)
             for fd in fds:
                 os.close(fd)
@@ -99,6 +103,9 @@ class _ServerProcess:
                         _kill_group(pid)
                     else:
                         os.kill(pid, message["signal"])
+        elif message["op"] == "listen":
+            with socket.create_server(("127.0.0.1", 0), backlog=message["backlog"]) as listening:
+                self._send({"event": "listening"}, (listening.fileno(),))
 
     def _fork(self, fds: tuple[int, ...]) -> int:
         server = os.getpid()
@@ -136,9 +143,9 @@ class _ServerProcess:
                 code = os.waitstatus_to_exitcode(status)
                 self._send({"event": "ended", "job": job, "rank": rank, "code": code})
 
-    def _send(self, message: dict) -> None:
+    def _send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(OSError):  # the client is gone, which the next read reports
-            self.connection.send(message)
+            self.connection.send(message, fds)
 
 
 def _spawn(fds: tuple[int, ...]) -> int:

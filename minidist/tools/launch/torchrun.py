@@ -112,7 +112,7 @@ def defer_sigterm() -> None:
         signal.signal(signal.SIGTERM, _SigtermRecorder())
 
 
-def wait_for_first_rank_report() -> bool:
+def wait_for_end_of_rank_0() -> bool:
     """Wait some seconds for rank 0, which may report the same error as this rank; return whether rank 0 has ended.
 
     torchrun sends SIGTERM to the other ranks when rank 0 ends. So this works only after `defer_sigterm`; otherwise it

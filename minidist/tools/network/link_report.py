@@ -12,7 +12,7 @@ RANKS = 2
 _DEADLINE_S = 60.0
 
 
-def describe_links(
+def report_link_speeds(
     links: Sequence[tuple[str, str, str]] = LINKS, num_ranks: int = RANKS, large_bytes: int | None = None
 ) -> list[str]:
     """Measure latency and bandwidth of each link between new ranks; return a line on the units, then a line per link.

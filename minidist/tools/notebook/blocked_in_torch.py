@@ -32,24 +32,24 @@ class BlockedRankDetector:
     """Detects that every rank that still runs a cell is blocked inside torch, so that the cell cannot end."""
 
     def __init__(self, job: LiveJob):
-        self._job, self._since_s = job, 0.0
+        self._job, self._last_check_time = job, 0.0
 
-    def all_ranks_blocked(self, last_change_s: float) -> bool:
+    def all_ranks_blocked(self, last_change_time: float) -> bool:
         """Return whether every rank that still runs the cell is blocked in torch. Each rank is checked twice.
 
-        False until `BLOCKED_S` seconds have passed since `last_change_s`, when a rank's status last changed (in seconds
-        of `time.monotonic`).
+        last_change_time: the `time.monotonic()` at which a rank's status last changed. The result is False until
+        `BLOCKED_S` seconds later, and for `BLOCKED_S` seconds after each check.
         """
-        now_s = time.monotonic()
-        if now_s - max(last_change_s, self._since_s) < BLOCKED_S:
+        now = time.monotonic()
+        if now - max(last_change_time, self._last_check_time) < BLOCKED_S:
             return False
         if not self._all_asleep():
-            self._since_s = now_s
+            self._last_check_time = now
             return False
         snapshots = self._job.last_snapshots()
         hidden = [n for n in self._pending() if n not in snapshots or snapshots[n].state != "waiting"]
         stacks = self._job.dump_stacks() if hidden else {}
-        self._since_s = time.monotonic()
+        self._last_check_time = time.monotonic()
         return bool(hidden) and all(_is_in_torch(stacks.get(n, "")) for n in hidden) and self._all_asleep()
 
     def _pending(self) -> list[int]:

@@ -24,8 +24,8 @@ def plot_phases(
     """Plot the phases of runs, ranks or threads as bars on a common time axis; return the time in each kind of phase.
 
     rows: the phases of each row, by the row's name; phases of one kind have one colour. x: label of the time axis, with
-    the unit of the phases' times. Returns the total time by kind, by the row's name. Raises UserError when there is no
-    row, or a row is empty.
+    the unit of the phases' times. draw: whether to draw at all. Returns {row: {kind of phase: total time}}. Raises
+    UserError when there is no row, or a row is empty.
     """
     phases = {name: list(row) for name, row in rows.items()}
     empty = [name for name, row in phases.items() if not row]

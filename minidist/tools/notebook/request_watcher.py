@@ -31,7 +31,7 @@ class RequestWatcher:
         self, job: LiveJob, quiet_s: float, timeout_s: float | None, show: Callable[[str], None] | None = None
     ):
         self._job, self._quiet_s, self._timeout_s, self._show = job, quiet_s, timeout_s, show
-        self._shown_s, self._shown = time.monotonic(), [0] * job.size
+        self._last_show_time, self._shown = time.monotonic(), [0] * job.size
 
     def run_request(self, message: tuple, interrupts: list) -> tuple[str, str]:
         """Send a request to all ranks and wait for it; return ("done", ""), or the kind of failure and its explanation.
@@ -42,13 +42,13 @@ class RequestWatcher:
         """
         job = self._job
         job.send_request(message)
-        start_s = last_change_s = time.monotonic()
+        start_s = last_change_time = time.monotonic()
         before = None
         detector = BlockedRankDetector(job) if message[0] == "run_cell" else None  # reconnecting may take any time
         while not job.all_answered:
             job.poll(_POLL_S)
             now_s, seen = time.monotonic(), self._read_progress()
-            last_change_s, before = (last_change_s, before) if seen == before else (now_s, seen)
+            last_change_time, before = (last_change_time, before) if seen == before else (now_s, seen)
             if job.dead_ranks:
                 return self._report_deaths()
             if job.all_answered:
@@ -62,12 +62,12 @@ class RequestWatcher:
                 return "flood", "\n".join(
                     ["a rank printed more than is kept; it was stopped", *self._describe_positions()]
                 )
-            if detector and detector.all_ranks_blocked(last_change_s) and not job.all_answered:
+            if detector and detector.all_ranks_blocked(last_change_time) and not job.all_answered:
                 head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
                 return "deadlock", "\n".join(
                     [head, *self._describe_positions(), *_describe_unmatched_collectives(job.last_snapshots())]
                 )
-            if now_s - last_change_s > self._quiet_s:
+            if now_s - last_change_time > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
                 head = f"nothing has moved for {self._quiet_s:g} s; the ranks stand here:"
                 return "quiet", "\n".join(
@@ -87,8 +87,8 @@ class RequestWatcher:
 
     def _show_more(self, now_s: float) -> None:
         printed = [rank.output_bytes for rank in self._job.ranks]
-        if self._show is not None and now_s - self._shown_s >= _SHOW_S and printed != self._shown:
-            self._shown_s, self._shown = now_s, printed
+        if self._show is not None and now_s - self._last_show_time >= _SHOW_S and printed != self._shown:
+            self._last_show_time, self._shown = now_s, printed
             self._show(format_latest_output([rank.output for rank in self._job.ranks]))
 
     def _read_progress(self) -> list:

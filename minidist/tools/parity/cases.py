@@ -41,6 +41,7 @@ SHORT_SAMPLES = (
 # How gradients are reduced, and the ZeRO configuration. central: on one rank, which updates the parameters.
 GRADIENTS = {
     "bucketed": {},
+    "flat": {},
     "naive": {},
     "central": {},
     "zero1": {"stage": 1},
@@ -67,6 +68,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "empty_step": (False, True),
     "resume": (False, True),
     "recompute": ("none", "block", "selective"),
+    "engine": ("fast", "simple"),
 }
 
 # float64: summing in another order moves parameters by 1e-12 of the largest in five AdamW steps; 1e-10 leaves room.
@@ -125,6 +127,7 @@ class Case:
     empty_step: bool
     resume: bool
     recompute: str
+    engine: str
 
     @property
     def world_size(self) -> int:
@@ -151,6 +154,7 @@ class Case:
             words.append(f"dropout={self.dropout}")
         words += [f"{getattr(self, name)}-{name}" for name in ("start", "shares") if getattr(self, name) != "equal"]
         words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        words += [f"engine={self.engine}"] if self.engine != "fast" else []
         return " ".join(words).replace("_", "-")
 
     @property
@@ -172,6 +176,7 @@ class Case:
             "shares": "equal",
             "resume": False,
             "recompute": "none",
+            "engine": "fast",
         }
         dtype = "float32" if self.dtype in HALF else self.dtype
         return dataclasses.replace(self, mesh_layout=Layout(), dtype=dtype, **defaults)
@@ -237,6 +242,7 @@ class Case:
         parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
         ranks = layout.dp * layout.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
+        reduction = self.gradients if self.gradients in ("flat", "naive") else "bucketed"
         # The buckets are so small that there are several before and after that of the rarely used parameter.
         return Config(
             zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),
@@ -246,10 +252,11 @@ class Case:
             parallel=ParallelConfig(**{name: value for name, value in parallel.items() if value is not None}),
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
-            comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
+            comm=CommConfig(gradients=reduction, bucket_mib=0.004),
             consistency=ConsistencyConfig(mode="central" if self.gradients == "central" else "synchronous"),
             train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches),
             recompute=self.recompute,
+            engine=self.engine,
         )
 
     def batch_shares(self) -> tuple[float, ...] | None:

@@ -54,9 +54,10 @@ def pairwise_cover(
 ) -> list[dict[str, Any]]:
     """Choose few cases that together contain every pair of values of two switches that some family allows.
 
-    Returns the value of each switch, by name, for each case; the same seed gives the same cases. Greedy, as in AETG
-    (Cohen et al. 1997): each chosen case is the best of `candidates` cases, each of which is built, value by value,
-    from a pair not yet covered. excluded: pairs of switch names whose values need not be combined.
+    families: the sets of possible cases. Returns the value of each switch, by name, for each case; the same seed gives
+    the same cases. Greedy, as in AETG (Cohen et al. 1997): each chosen case is the best of `candidates` cases, each of
+    which is built, value by value, from a pair not yet covered. excluded: pairs of switch names whose values need not
+    be combined.
     """
     draw = random.Random(seed)
     choices = [family.choices for family in families]

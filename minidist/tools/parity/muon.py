@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 class ReferenceMuon(torch.optim.Optimizer):
-    """The Muon optimizer by its definition, by singular value decomposition, to compare the trainer's Muon with.
+    """Muon computed by singular value decomposition: the reference with which the trainer's Muon is compared.
 
-    The update is the momentum matrix, divided by its norm, with the polynomial `3.4445 x - 4.7750 x^3 + 2.0315 x^5`
-    applied five times to its singular values (Jordan et al. 2024), scaled by `0.2 sqrt(max(rows, columns))` (arXiv
-    2502.16982, section 2.2). The trainer iterates on the matrix instead of decomposing it.
+    matrices: the 2-D parameters, which `step` updates in place. momentum: of Nesterov's kind. weight_decay: decoupled,
+    as in AdamW. The learning rate is `param_groups[0]["lr"]`, at first 0.
+    The update is the momentum matrix, divided by its Frobenius norm, with the polynomial `3.4445 x - 4.7750 x^3 +
+    2.0315 x^5` applied five times to its singular values (Jordan et al. 2024), scaled by `0.2 sqrt(max(rows, columns))`
+    (arXiv 2502.16982, section 2.2). The trainer iterates on the matrix instead of decomposing it.
     """
 
     def __init__(self, matrices: Sequence[Tensor], momentum: float, weight_decay: float):

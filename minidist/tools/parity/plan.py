@@ -70,9 +70,11 @@ class PlanPart:
 
 @cache
 def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
-    """Plan the parity cases of `ranks` ranks in three parts: one rank, pure data parallelism, and all other layouts.
+    """Plan the parity cases of `minidist parity --ranks N`, N being `ranks`, in three parts (with one rank, only one).
 
-    Each part covers every pair of switch values. full: every combination of layout and switch values is a case.
+    The parts: one rank; N ranks with pure data parallelism; all other layouts of N ranks. A switch is an option of a
+    case, such as the optimizer (`SWITCHES`). In each part, for any two switches, every possible combination of their
+    values occurs in some case. full: every possible combination of layout and values of all switches is a case.
     """
     parts = [_part("1 rank", 1, [Layout()], full)]
     if ranks > 1:
@@ -93,23 +95,39 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> Plan
     families = []
     for layout in layouts:
         switches = possible_switch_values(layout)
-        why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
+        why = {value: _refusal(layout, micro_batches=value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
             features = _features(layout) if len(layouts) > 1 else {}
-            families += [CaseFamily({**switches, **by_dtype}, features) for by_dtype in _gradients_by_dtype(switches)]
+            restricted = _restrict_gradients(layout, switches)
+            families += [CaseFamily({**switches, **values}, features) for values in restricted]
     return PlanPart(title, tuple(layouts), tuple(families), ranks, full, refused)
 
 
-def _gradients_by_dtype(switches: Switches) -> list[Switches]:
-    """Full-precision dtypes with every gradient reduction; 16-bit dtypes only with those that can keep masters."""
-    full = {"dtype": tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)}
-    half = {
-        "dtype": HALF,
-        "gradients": tuple(kind for kind in switches["gradients"] if kind not in ("naive", "central")),
-    }
-    return [full, half]
+def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
+    """Which dtypes, gradient reductions and engines go together in a layout.
+
+    Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The simple
+    engine goes with full precision and the reductions that it has a version of its own for (`validate` accepts them),
+    and in ZeRO not with Muon.
+    """
+    full = tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)
+    kinds = tuple(kind for kind in switches["gradients"] if kind not in ("flat", "naive", "central"))
+    families = [{"dtype": full, "engine": ("fast",)}, {"dtype": HALF, "gradients": kinds, "engine": ("fast",)}]
+    if "simple" in switches["engine"]:
+        values = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
+        simple = tuple(kind for kind in kinds if _refusal(layout, **values, gradients=kind) is None)
+        family = {"dtype": full, "engine": ("simple",)}
+        if _refusal(layout, **values, dropout=switches["dropout"][-1]) is not None:
+            family["dropout"] = switches["dropout"][:1]
+        optimizers = tuple(kind for kind in switches["optimizer"] if kind != "muon")
+        for kinds, more in (
+            (tuple(kind for kind in simple if not kind.startswith("zero")), {}),
+            (tuple(kind for kind in simple if kind.startswith("zero")), {"optimizer": optimizers}),
+        ):
+            families += [{**family, "gradients": kinds, **more}] if kinds else []
+    return families
 
 
 def _product(family: CaseFamily) -> Iterable[dict[str, Any]]:
@@ -139,11 +157,11 @@ def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
     return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks_per_stage), layout, **values)
 
 
-def _refusal(layout: Layout, micro_batches: int) -> str | None:
-    """Why a layout cannot run with that many micro-batches; None if it can."""
+def _refusal(layout: Layout, **values: Any) -> str | None:
+    """Why a layout cannot run with these values of some switches; None if it can."""
     plain = {name: values[0] for name, values in SWITCHES.items()}
     try:
-        validate(make_case(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
+        validate(make_case(layout, plain | values).config(), layout.mesh.world_size)
     except UserError as error:
         return str(error)
     return None
@@ -156,7 +174,7 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
     """
     restricted: dict[str, tuple[Any, ...]] = {}
     if layout.mesh.world_size == 1:
-        restricted["start"] = ("equal",)
+        restricted |= {"start": ("equal",), "engine": ("fast",)}
     if layout.dp == 1:
         restricted["shares"] = ("equal",)
     restricted["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _is_distinct(layout, kind))
@@ -165,8 +183,8 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
     """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
-    sharding more than two, and a central server nothing but data parallelism."""
-    if gradients == "central":
+    sharding more than two, a central server and a flat buffer nothing but data parallelism."""
+    if gradients in ("central", "flat"):
         return 1 < layout.dp == layout.mesh.world_size
     if gradients.endswith("hybrid"):
         return layout.dp % 2 == 0 and layout.dp * layout.cp > 2

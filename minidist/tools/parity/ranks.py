@@ -132,11 +132,16 @@ def _read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]
     return [tuple(row) for row in about["scalars"]], load_file(file), about["clip_norm"]
 
 
-def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
+def run_cases(
+    world: World, cases: Sequence[tuple[int, Case, int]], folder: str, prepare: Callable[[], object] | None = None
+) -> None:
     """Collective: train each case on these ranks, one after the other, and write this rank's report of each.
 
     cases: (number, case, number of its reference). folder: contains the references; the reports are written there.
+    prepare: called first.
     """
+    if prepare is not None:
+        prepare()
     groups: Groups | None = None
     for number, case, reference_number in cases:
         mesh, specs = case.mesh_layout.mesh, group_specs(case.mesh_layout.mesh, case.config())

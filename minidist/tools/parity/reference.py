@@ -23,10 +23,10 @@ def train_reference(
 ) -> None:
     """Train a model in one process, without the package's trainer, one step per global batch.
 
-    batches: (tokens, labels, sample numbers) of each global batch. lrs: the learning rate of each step. seed: of the
-    dropout masks. on_step: called with the step, the loss, the global gradient norm, the number of counted tokens, and
-    the gradients by name before clipping (None for a parameter that was not used). A batch without counted tokens has
-    no loss and is skipped.
+    batches: (tokens, labels, sample numbers) of each global batch. lrs: the learning rate of each step. clip_norm: the
+    largest global gradient norm; larger gradients are scaled down to it. seed: of the dropout masks. on_step: called
+    with the step, the loss, the global gradient norm, the number of counted tokens, and the gradients by name before
+    clipping (None for a parameter that was not used). A batch without counted tokens has no loss and is skipped.
     """
     model.train()
     for step, (tokens, labels, samples) in enumerate(batches):

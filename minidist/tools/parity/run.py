@@ -2,7 +2,7 @@
 
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from minidist.errors import RunError, UserError
@@ -15,12 +15,16 @@ _POLL_S = 0.1
 
 
 def run(
-    server: RankServer, cases: Sequence[Case], deadline_s: float | None = None
+    server: RankServer,
+    cases: Sequence[Case],
+    deadline_s: float | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> Iterator[tuple[Case, dict | str]]:
     """Train all cases on ranks of `server`; yield each case, as it ends, with its row of the result table.
 
     If the ranks of a case failed, yield the reason instead of the row. deadline_s: seconds for all cases of one world
-    size together; None for 60 s and 5 s per case. After a failure the remaining cases run on new ranks. Every rank has
+    size together; None for 60 s and 5 s per case. prepare: called on every rank before its first case, not in the
+    processes that train the references. After a failure the remaining cases run on new ranks. Every rank has
     one thread, as more do not speed up so small a model.
     """
     references = list(dict.fromkeys(case.reference_case for case in cases))
@@ -40,7 +44,7 @@ def run(
                 for number, case in enumerate(cases)
                 if case.world_size == world
             ]
-            yield from _run_world(server, world, numbered, folder, deadline_s)
+            yield from _run_world(server, world, numbered, folder, deadline_s, prepare)
 
 
 def _deadline_s(cases: Sequence) -> float:
@@ -48,11 +52,16 @@ def _deadline_s(cases: Sequence) -> float:
 
 
 def _run_world(
-    server: RankServer, world: int, left: list[tuple[int, Case, int]], folder: str, deadline_s: float | None
+    server: RankServer,
+    world: int,
+    left: list[tuple[int, Case, int]],
+    folder: str,
+    deadline_s: float | None,
+    prepare: Callable[[], object] | None,
 ) -> Iterator[tuple[Case, dict | str]]:
     while left:
         limit_s = _deadline_s(left) if deadline_s is None else deadline_s
-        job = server.start(run_cases, world, (left, folder), deadline_s=limit_s, threads=1)
+        job = server.start(run_cases, world, (left, folder, prepare), deadline_s=limit_s, threads=1)
         failure, ended = None, False
         try:
             while not ended:

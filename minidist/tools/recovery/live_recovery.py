@@ -8,6 +8,9 @@ state is that of the newest step of which the ranks hold every element in memory
 newest checkpoint. The step that failed is then repeated: its global batch is a function of the position in the data, so
 the losses are those of a run without failure.
 
+Replicas that differ between merges (local SGD, DiLoCo, gossip) go on from the newest copies, since no other replica has
+their state. If there are fewer ranks than before, the last replicas are dropped; a new replica begins as replica 0.
+
 A gradient of the failed step never reaches a parameter on one rank only: if the ranks' agreement on the step reached
 any rank, every rank updates (`Engine.apply_missed_update`); otherwise none has.
 """
@@ -34,7 +37,7 @@ from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generation, Membership
 from minidist.tools.recovery.replicas import InMemoryState, LoadedState, MemoryCopies, load_from_memory
 from minidist.train import run_folder
-from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
+from minidist.train.checkpoint_state import checkpoint_shards, copy_first_replica, create_optimizer_states
 from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.trainer import Trainer
 from minidist.validation import validate
@@ -113,8 +116,9 @@ class LiveRecovery(Recovery):
     """The state of live recovery in one process. It outlives failures, and restores each new `Trainer` from memory.
 
     A generation is the set of live ranks that train together until one dies or a new one arrives; each generation has a
-    new trainer. corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies
-    of the training state in memory every this many steps; 0: never.
+    new trainer. membership: agrees with the other processes on the next generation. corpus: the training text, which
+    every trainer of this process uses. memory_every: refresh the copies of the training state in memory every this many
+    steps; 0: never.
     """
 
     connect_timeout_s = CONNECT_TIMEOUT_S
@@ -203,8 +207,9 @@ class LiveRecovery(Recovery):
             create_optimizer_states(trainer.engine, tensors)
             return list(checkpoint_shards(trainer.engine))
 
+        replicas = trainer.config.num_replicas(trainer.mesh)
         loaded = load_from_memory(
-            self._held,
+            [_with_new_replicas(one, replicas) for one in self._held],
             make_local_shards,
             [shard.name for shard in checkpoint_shards(trainer.engine)],
             trainer.all_gather_object,
@@ -214,6 +219,8 @@ class LiveRecovery(Recovery):
         if loaded is not None:
             state = loaded.states[0]
             trainer.after_load(state)
+            if (merger := trainer.engine.merger) and merger.replica >= state["replicas"]:
+                merger.tokens.zero_()  # the progress that it has copied counts once
             trainer.step_time_s = state["step_time_s"]
             trainer.skipped_steps.total, trainer.skipped_steps.consecutive = state["skipped_steps"]
             if not all(one["is_reported"] for one in loaded.states):
@@ -302,9 +309,16 @@ def _describe_position(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
         "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         "step_time_s": trainer.step_time_s,
         "skipped_steps": (trainer.skipped_steps.total, trainer.skipped_steps.consecutive),
+        "replicas": trainer.config.num_replicas(trainer.mesh),
         "is_reported": is_reported,
         "result": trainer.interrupted_step if engine.decision is None else engine.decision.result,
     }
+
+
+def _with_new_replicas(held: InMemoryState, replicas: int) -> InMemoryState:
+    """Add the tensors of replicas that the state does not have yet: they begin with those of replica 0."""
+    new = range(held.state["replicas"], replicas)
+    return replace(held, shards=[*held.shards, *copy_first_replica(held.shards, new)])
 
 
 def _hold_live_tensors(trainer: Trainer, generation: int) -> InMemoryState:

@@ -31,9 +31,10 @@ class InMemoryState:
     """Shards of the training state at one step, in the memory of a process.
 
     step: number of completed steps. generation: the number of the generation (see `Membership`) whose sharding they
-    have; two shards of one step and generation are equal or do not overlap. origin: "live tensors", "own copies" or
-    "partner copies". state: the rest of the training state (position in the data, loss scale). shards: boxes (index
-    ranges in each dimension) of global tensors.
+    have; two shards of one step and generation are equal or do not overlap. origin: what this process holds them as:
+    "live tensors" of training, "own copies" (earlier copies of its own shards) or "partner copies" (copies of the
+    shards of another process). state: the rest of the training state (position in the data, loss scale). shards: boxes
+    (index ranges in each dimension) of global tensors.
     """
 
     step: int
@@ -52,8 +53,8 @@ class InMemoryState:
 class LoadedState:
     """A training state that `load_from_memory` has loaded.
 
-    step: number of completed steps. states: the field `state` of every `InMemoryState` of this version, of all ranks.
-    sources: the ranks from whose memory tensors were read, by `InMemoryState.origin`.
+    step: number of completed steps. states: the field `state` of every `InMemoryState` of that step and generation, of
+    all ranks. sources: {`InMemoryState.origin`: the ranks from whose memory tensors of that origin were read}.
     """
 
     step: int

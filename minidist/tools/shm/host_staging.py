@@ -78,7 +78,7 @@ class HostStagedWork(dist.Work):
         return self._inner.get_future().then(self._outcome)
 
     def get_future_result(self) -> torch.futures.Future:
-        """Return `get_future()`: a future of the results, not of torch's `WorkResult`."""
+        """Return the same future as `get_future`: its value is the list of results, not a `WorkResult` as in torch."""
         return self.get_future()
 
     def is_completed(self) -> bool:

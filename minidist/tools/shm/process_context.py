@@ -133,10 +133,10 @@ class ProcessContext:
         self._wake()
 
     def watch_process(self, pid: int, on_end: Callable[[], None]) -> "WatchedProcess | None":
-        """Call `on_end` once, in the watch thread, when the process ends; return the argument for `unwatch_process`.
+        """Call `on_end` once, in the watch thread, when the process ends; return a handle for `unwatch_process`.
 
-        Returns None, and never calls `on_end`, if the system has no pidfd or the process has already ended. Its sockets
-        close then, which `watch_socket` notices.
+        Returns None, and never calls `on_end`, if the system has no pidfd or the process has already ended. In these
+        cases only the closed socket of a connection to the process shows its end (see `watch_socket`).
         """
         try:
             fd = os.pidfd_open(pid)

@@ -1,0 +1,118 @@
+"""Tests of falling_loss: the reference is a loop on one process, in float64."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from exercises.testing import Wrong, expect, show, test
+
+BATCH, EPOCHS = 12, 2
+STEPS = EPOCHS * 2
+TOLERANCE = 1e-9  # float64 sums in another order, through four steps of Adam
+KEYS = ("start", "share", "mean", "gradient", "steps")
+
+
+class Run(NamedTuple):
+    """The results of one call of main: parameters, recorded messages, and how many samples this rank forwarded."""
+
+    parameters: list
+    records: list
+    samples: int
+
+
+RUNS = []  # several tests use one run
+
+
+def model_of(seed):
+    """A network in float64 that differs by seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)).double()
+
+
+def data():
+    """24 samples: two batches."""
+    inputs = torch.randn(2 * BATCH, 10, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return inputs, inputs.sum(dim=1, keepdim=True).sin()
+
+
+def trained(answer, world, run):
+    """Run main from initial values that differ by rank, or return the stored run."""
+    if not RUNS:
+        model, samples = model_of(world.rank), []
+        model.register_forward_pre_hook(lambda _, args: samples.append(len(args[0])))
+        result = run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
+        if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
+            raise Wrong("type", "main must return the model and the losses", "(model, losses)", show(result))
+        parameters = [parameter.tolist() for parameter in result[0].parameters()]
+        RUNS.append(Run(parameters, run.records, sum(samples)))
+    return RUNS[0]
+
+
+def one_process():
+    """Return the parameters of a single process that starts with those of rank 0."""
+    model, (inputs, targets) = model_of(0), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
+    for _ in range(EPOCHS):
+        for first in range(0, len(inputs), BATCH):
+            optimizer.zero_grad()
+            error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
+            (error**2).mean().backward()
+            optimizer.step()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@test(points=3, ranks=(2, 4))
+def replicas_stay_equal(answer, world, run):
+    """After training, the parameters of all replicas are equal."""
+    everywhere = run.gather(trained(answer, world, run).parameters)
+    for rank, parameters in enumerate(everywhere):
+        expect(f"the parameters of rank {rank} and of rank 0", parameters, everywhere[0], case="main(...)")
+
+
+@test(points=4, ranks=(1, 2, 4))
+def equals_one_process(answer, world, run):
+    """The trained model equals that of a single process."""
+    got = trained(answer, world, run).parameters
+    expect("the parameters after training", got, one_process(), tolerance=TOLERANCE, case="main(...)")
+
+
+@test(points=2, ranks=(2,))
+def sends_only_gradients(answer, world, run):
+    """Each gradient is all-reduced once per step, and nothing else is sent after the start."""
+    sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
+    expect("operations after the start", sorted({record.name for record in sent}), ["all_reduce"], case="main(...)")
+    payload = sum(parameter.numel() * 8 for parameter in model_of(0).parameters())
+    got = sum(record.payload_bytes for record in sent) / STEPS
+    expect("bytes reduced per step", got, payload, case=f"{STEPS} steps")
+    share = STEPS * BATCH // world.size
+    expect("samples of which this rank runs forward", trained(answer, world, run).samples, share, case=f"{STEPS} steps")
+
+
+@test(points=2)
+def names_the_invariant(answer):
+    """INVARIANT is the rule that the original program violates."""
+    given = answer.INVARIANT
+    if not given:
+        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
+    if given not in KEYS:
+        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
+    if given != "gradient":
+        raise Wrong(
+            "wrong",
+            "the original program satisfies this rule; INVARIANT must name the rule that it violates",
+            got=show(given),
+        )
+
+
+@test(points=2)
+def names_the_line(answer, fault):
+    """LINE is the line of the original file that violates the rule."""
+    given, (number, text) = answer.LINE, fault
+    if not given:
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
+    if str(given).strip() not in (str(number), text):
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))

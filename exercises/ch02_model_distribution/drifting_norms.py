@@ -1,0 +1,132 @@
+"""Diverging replicas of a norm.
+
+This program runs and its loss falls on every rank, but its results are wrong. Measured on 2 ranks, with 3 layers,
+beside one process with the same tokens:
+
+    steps                                          1         2         5        20        60
+    loss of the last step, both ranks         3.8378    3.1690    1.7148    0.2782    0.0823
+    loss of the last step, one process        3.8378    3.1715    1.7225    0.2835    0.0843
+    greatest difference between the ranks in
+      norm                                     0.020     0.039     0.095     0.27      0.37
+      shift                                    0         0         0         0         0
+    greatest difference to one process in
+      norm                                     0.019     0.038     0.088     0.20      0.26
+      up                                       6e-08     0.0010    0.0043    0.034     0.12
+      down                                     9e-08     0.0034    0.015     0.025     0.083
+      shift                                    0         0.00003   0.0007    0.0071    0.044
+
+Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+
+Each rank holds a shard of every feed-forward layer and, between layers, a shard of the tokens (sequence parallelism).
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+no rank sends a gradient that is already complete on the rank that needs it.
+
+Check it with: python -m exercises check drifting_norms
+
+Stub af8718ec.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+INVARIANTS = {
+    "tokens": "between the layers every token is on exactly one rank",
+    "features": "inside a layer every hidden feature is on exactly one rank",
+    "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
+    "gradient": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
+    "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
+}
+INVARIANT = ""
+LINE = ""
+
+
+class Enter(torch.autograd.Function):
+    """All-gather the tokens of all ranks: (tokens / ranks, h) -> (tokens, h)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad)
+
+
+class Leave(torch.autograd.Function):
+    """Reduce-scatter: sum over the ranks and keep this rank's tokens, (tokens, h) -> (tokens / ranks, h)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Enter.forward(ctx, grad)
+
+
+def reduce_scatter(x):
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size())]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own
+
+
+def block(x, layer):
+    """A residual feed-forward layer with a norm before it: (tokens / ranks, h) -> (tokens / ranks, h)."""
+    normalized = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
+    hidden = torch.tanh(Enter.apply(normalized) @ layer["up"].T)  # (tokens, f / ranks)
+    return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
+
+
+def has_full_gradient(name):
+    """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
+    return name in ("up", "down", "norm")
+
+
+def main(inputs, targets, layers, epochs=10):
+    """Train `layers` on all ranks; return this rank's shards of them, and the loss of its tokens at each step.
+
+    inputs, targets (tokens, h): equal on all ranks. layers: norm (h,), up (f, h), down (h, f) and shift (h,) of each
+    layer, equal on all ranks. The number of tokens and f are multiples of the number of ranks.
+    """
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own_layers = []
+    for layer in layers:
+        own = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
+        own |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
+        own_layers.append({name: nn.Parameter(tensor.clone()) for name, tensor in own.items()})
+    optimizer = torch.optim.Adam([tensor for layer in own_layers for tensor in layer.values()], lr=0.01, eps=0.001)
+    losses = []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        x = inputs.chunk(size)[rank]
+        for layer in own_layers:
+            x = block(x, layer)
+        loss = (x - targets.chunk(size)[rank]).square().sum() / targets.numel()
+        loss.backward()
+        for layer in own_layers:
+            for name, parameter in layer.items():
+                if not has_full_gradient(name):
+                    dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+    return own_layers, losses
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    h, f = 8, 16
+    shapes = {"norm": (h,), "up": (f, h), "down": (h, f), "shift": (h,)}
+    start = [{name: 0.3 * torch.randn(shape) + (name == "norm") for name, shape in shapes.items()} for _ in range(3)]
+    samples = torch.randn(60, h)
+    trained, losses = main(samples, samples.flip(1).sin(), start, epochs=60)
+    norms = " ".join(f"{layer['norm'].sum().item():.6f}" for layer in trained)
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, sums of the norms {norms}")

@@ -1,0 +1,151 @@
+"""Tests of unsaved_memory: numbers against a loop on one process, in float64; memory against what a shard takes."""
+
+import itertools
+import tracemalloc
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from exercises.observations import LiveTensorMemory
+from exercises.testing import Wrong, expect, show, test
+
+BATCH, EPOCHS = 12, 1
+STEPS = EPOCHS * 2
+TOLERANCE = 1e-9  # float64 sums in another order, through two steps of Adam
+KIB = 1024
+KEYS = ("start", "shards", "mean", "states", "whole")
+SMALL, LARGE = 20, 20_000  # of the hidden layer: 241 parameters, for 2 and 3 ranks one too many; and 240001
+
+
+class Run(NamedTuple):
+    """The results of one call of main: the parameters as one flat tensor, and the recorded messages."""
+
+    parameters: torch.Tensor
+    records: list
+
+
+RUNS = []  # several tests use one run
+
+
+def model_of(hidden, seed):
+    """A network in float64 that differs by seed."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, hidden), nn.ReLU(), nn.Linear(hidden, 1)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.3, 0.3, generator=generator)
+    return model
+
+
+def data():
+    """24 samples: two batches."""
+    inputs = torch.randn(2 * BATCH, 10, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return inputs, inputs.sum(dim=1, keepdim=True).sin()
+
+
+def trained(answer, world, run):
+    """Run main, which starts with other values on every rank, or return the stored run."""
+    if not RUNS:
+        result = run(answer.main, *data(), model_of(SMALL, world.rank), epochs=EPOCHS, batch_size=BATCH)
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
+            raise Wrong(
+                "type",
+                "main must return the model, the losses and the bytes of Adam's states",
+                "(model, losses, bytes of states)",
+                show(result),
+            )
+        flat = torch.cat([parameter.detach().flatten() for parameter in result[0].parameters()])
+        RUNS.append(Run(flat, run.records))
+    return RUNS[0]
+
+
+def one_process():
+    """The parameters of a single process that starts as rank 0 does, as one flat tensor."""
+    model, (inputs, targets) = model_of(SMALL, 0), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
+    for _ in range(EPOCHS):
+        for first in range(0, len(inputs), BATCH):
+            optimizer.zero_grad()
+            error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
+            (error**2).mean().backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def kept_bytes(answer, world, run):
+    """Return the bytes allocated since the call of main, by tensors and by Python, when the second step begins."""
+    model, seen = model_of(LARGE, world.rank), []
+    tracemalloc.start()
+    with LiveTensorMemory() as memory:
+        watch = model.register_forward_pre_hook(
+            lambda *_: seen.append((memory.nbytes(), tracemalloc.get_traced_memory()[0]))
+        )
+        run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
+        watch.remove()
+    tracemalloc.stop()
+    if len(seen) != STEPS:
+        raise Wrong("wrong", "losses that each rank computes", str(STEPS), str(len(seen)), case="main(...)")
+    return sum(seen[1])
+
+
+@test(points=4, ranks=(3, 4))
+def states_are_sharded(answer, world, run):
+    """Each rank stores Adam's states of its own shard only: two numbers per element."""
+    flat = 8 * sum(parameter.numel() for parameter in model_of(LARGE, 0).parameters())
+    got, shard = kept_bytes(answer, world, run), flat / world.size
+    # Parameters and gradients; two shards of states, one of the gradient, one or two of copies and messages.
+    most = 2 * flat + 5.5 * shard
+    if got > most:
+        case = f"parameters of {flat // KIB} KiB, {world.size} ranks"
+        wanted = f"at most {most // KIB:.0f}: {2 * flat // KIB} of parameters and gradients, and shards"
+        raise Wrong("wrong", "KiB that a rank stores between two steps", wanted, f"{got // KIB}", case=case)
+
+
+@test(points=4, ranks=(1, 2, 3))
+def equals_one_process(answer, world, run):
+    """The trained model is the one of a single process, on every rank, whatever their number."""
+    got = trained(answer, world, run).parameters
+    expect("the parameters after training, flat", got, one_process(), tolerance=TOLERANCE, case="main(...)")
+
+
+@test(points=3, ranks=(2, 3))
+def no_more_bytes_than_an_all_reduce(answer, world, run):
+    """A step sends what an all-reduce of the gradients would send, and no more."""
+    records = trained(answer, world, run).records
+    steps = list(itertools.dropwhile(lambda record: record.name == "broadcast", records))  # all start alike
+    sent = sum(run.gather(sum(record.wire_bytes for record in steps))) / STEPS
+    elements = one_process().numel()
+    padded = -(-elements // world.size) * world.size
+    least, most = (2 * (world.size - 1) * numel * 8 for numel in (elements, padded))
+    if not least <= sent <= most:
+        between = f"{least} to {most}: (ranks - 1) x parameters for a reduce-scatter, as many for an all-gather"
+        raise Wrong("wrong", "bytes that all ranks send in a step", between, f"{sent:.0f}", case="main(...)")
+
+
+@test(points=2)
+def names_the_invariant(answer):
+    """INVARIANT is the rule that the original program violates."""
+    given = answer.INVARIANT
+    if not given:
+        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
+    if given not in KEYS:
+        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
+    if given != "states":
+        raise Wrong(
+            "wrong",
+            "the original program satisfies this rule; INVARIANT must name the rule that it violates",
+            got=show(given),
+        )
+
+
+@test(points=2)
+def names_the_line(answer, fault):
+    """LINE is the line of the original file that violates the rule."""
+    given, (number, text) = answer.LINE, fault
+    if not given:
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
+    if str(given).strip() not in (str(number), text):
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))

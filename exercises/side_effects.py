@@ -1,0 +1,168 @@
+"""Side effects that no answer may have, watched in every test of every exercise.
+
+An answer must leave alone what it shares with the rest of the process: the global random states, torch's settings, the
+environment, threads and process groups. It must keep no data in its module between calls, and wait for every operation
+that it launches. Nothing may follow from Python's `hash`, which differs between interpreters, or from random states
+that happen to be equal on all ranks.
+"""
+
+import functools
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exercises.testing import Wrong
+
+_WATCHED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
+_SHOWN = 60
+_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # when an optimizer's first step imports its compiler
+
+
+class SideEffects:
+    """Watches the answer's functions and classes during one test; `check()` raises Wrong for the first side effect.
+
+    module: of the answer; its functions and the methods of its classes among `symbols` are wrapped. network: of the
+    check, None if the answer makes its own process groups. may_seed: whether the exercise asks for code that sets the
+    global random states.
+    """
+
+    def __init__(self, module: ModuleType, symbols: Sequence[str], network: Any, may_seed: bool = False):
+        self._module, self._network, self._may_seed = module, network, may_seed
+        self._depth, self._calls, self._found = 0, 0, ""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        _seed_random_states(1000 + rank)
+        vars(module)["hash"] = functools.partial(_hash, f"interpreter {rank}")
+        for symbol in symbols:
+            value = getattr(module, symbol, None)
+            if isinstance(value, FunctionType):
+                setattr(module, symbol, self._watch(value))
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                for name, method in list(vars(value).items()):
+                    if isinstance(method, FunctionType):
+                        setattr(value, name, self._watch(method))
+        self._variables, self._settings = _module_variables(module), _settings()
+
+    def check(self) -> None:
+        """Raise Wrong if the test has seen a side effect. Call it after the test has passed."""
+        if self._found:
+            raise Wrong("wrong", self._found)
+        after = _module_variables(self._module)
+        for name in sorted(after.keys() | self._variables.keys()):
+            if after.get(name) != self._variables.get(name):
+                what = f"your code keeps data in `{name}` between calls: the next call, or another object, would see it"
+                raise Wrong("wrong", what)
+        settings = _settings()
+        for name, before in self._settings.items():
+            if settings[name] != before:
+                raise Wrong("wrong", f"your code changes {name}", _brief(before), _brief(settings[name]))
+        for record in self._network.records if self._network is not None else ():
+            if record.waited is None:
+                peer = "" if record.peer is None else f" {'to' if record.name == 'send' else 'from'} rank {record.peer}"
+                what = f"your code never waits for its {record.name}{peer} of shape {record.shape}"
+                raise Wrong("wrong", f"{what}: until then its tensors must neither be read, changed nor freed")
+
+    def _watch(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def watched(*args, **kwargs):
+            if self._depth or self._may_seed or self._calls >= _WATCHED_CALLS:
+                return function(*args, **kwargs)
+            self._depth, self._calls = 1, self._calls + 1
+            before, groups = _random_states(), _count_groups()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth = 0
+                if groups != _count_groups() and not self._found:
+                    self._found = f"{function.__qualname__} makes process groups and does not destroy them"
+                for name, state in _random_states().items():
+                    if not np.array_equal(state, before[name]) and not self._found:
+                        self._found = (
+                            f"{function.__qualname__} changes the global random state of {name}: code that draws from "
+                            "it afterwards gets other numbers. Draw from a generator of your own"
+                        )
+
+        return watched
+
+
+def _hash(salt: str, value: Any) -> int:
+    """Return a hash that differs between ranks for strings, as `hash` does between interpreters."""
+    return hash(value) if isinstance(value, int | float) else hash((salt, value))
+
+
+def _seed_random_states(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _random_states() -> dict[str, Any]:
+    numpy_state = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().numpy(),
+        "Python's random module": np.array(random.getstate()[1]),
+        "numpy": np.append(numpy_state[1], numpy_state[2]),
+    }
+
+
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+
+
+def _settings() -> dict[str, Any]:
+    """Return the settings of this process that an answer could change, by their names in the message."""
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's gradient mode": torch.is_grad_enabled(),
+        "torch's inference mode": torch.is_inference_mode_enabled(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's number of threads": torch.get_num_threads(),
+        "the environment variables": {name: text for name, text in os.environ.items() if name != _SET_BY_TORCH},
+        "the running threads, which it must end": {thread.name for thread in threading.enumerate()},
+    }
+
+
+def _module_variables(module: ModuleType) -> dict[str, Any]:
+    """Return what the module, its functions and its classes hold, by dotted name, in a form that can be compared."""
+    held = {}
+    for name, value in vars(module).items():
+        if name.startswith("__") or isinstance(value, ModuleType):
+            continue
+        held[name] = _fingerprint(value)
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        inner = getattr(value, "__wrapped__", value)
+        if isinstance(inner, FunctionType):
+            attributes = vars(inner) | vars(value)  # code of the answer that names itself sees the watched function
+            held |= {f"{name}.{key}": _fingerprint(each) for key, each in attributes.items() if key != "__wrapped__"}
+            defaults = (*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values())
+            held[f"the default arguments of {name}"] = [_fingerprint(each) for each in defaults]
+        elif isinstance(value, type):
+            own = {key: each for key, each in vars(value).items() if not key.startswith(("__", "_abc_"))}
+            held |= {f"{name}.{key}": _fingerprint(each) for key, each in own.items()}
+    return held
+
+
+def _fingerprint(value: Any) -> Any:
+    """Return what changes when the value does: the content of plain values and tensors, the identity of the rest."""
+    if isinstance(value, Tensor):
+        return id(value), value._version, tuple(value.shape)
+    if isinstance(value, dict):
+        return "dict", [(str(key), _fingerprint(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value).__name__, [_fingerprint(each) for each in value]
+    if isinstance(value, int | float | str | bytes | bool | type(None)):
+        return value
+    return id(value)
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."

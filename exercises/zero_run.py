@@ -1,0 +1,218 @@
+"""A small model trained under a ZeRO stage on every rank, and the same training on one process, both in float64."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from exercises.expected_shards import shard_elements
+from exercises.testing import Wrong, expect
+from minidist.comm import Group, all_gather_object
+from minidist.parallel.data.reducer import register_gradient_hooks
+from minidist.parameters import named_parameters
+
+ADAMW = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+TOLERANCE = 1e-11  # float64; another order of the sum over the ranks, times lr / eps
+LAYERS, MICRO_BATCHES, SAMPLES = 3, 2, 9
+WIDTH = 1170  # of a block of 64 KiB
+KIB = 1024
+
+
+class Block(nn.Module):
+    """A residual block, 3 -> width -> 3 features; 39 parameters if the width is 5."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(3, width), nn.Linear(width, 3), nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.gate * self.down(torch.tanh(self.up(hidden)))
+
+
+class Net(nn.Module):
+    """Three blocks with parameters before, after and beside them; 39, 39, 39 and 23 elements.
+
+    rare: used by a batch only if its first number is positive, which one rank's is in one micro-batch of each step.
+    never: not used.
+    """
+
+    def __init__(self, seed: int, width: int = 5):
+        super().__init__()
+        self.first, self.layers = nn.Linear(2, 3), nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.head, self.rare, self.never = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
+        self.double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+    def forward(self, data: Tensor) -> Tensor:
+        hidden = self.first(data)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        out = self.head(hidden)
+        return out + self.rare * data.sum() if len(data) and data[0, 0] > 0 else out
+
+
+def names_by_block(model: Net) -> list[list[str]]:
+    """The names of the parameters of each flat parameter: of the last block first, of all others last."""
+    names = [name for name, _ in model.named_parameters()]
+    blocks = [[name for name in names if name.startswith(f"layers.{index}.")] for index in range(LAYERS)]
+    return [*reversed(blocks), [name for name in names if not name.startswith("layers.")]]
+
+
+def blocks_of(model: Net) -> dict[nn.Module, list[str]]:
+    return dict(zip(model.layers, reversed(names_by_block(model)[:-1]), strict=True))
+
+
+def batches(step: int, rank: int, size: int, count: int = MICRO_BATCHES) -> list[Tensor]:
+    """A rank's micro-batches of a step, of unequal sizes; with three ranks or more, rank 0 has no sample in step 1."""
+    data = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64)
+    data[:, 0] = -data[:, 0].abs()
+    data[-1, 0] *= -1
+    idle = size > 2 and step == 1
+    mine = data[:0] if idle and rank == 0 else data[:-1][rank - idle :: size - idle]
+    return [*mine.tensor_split(count - 1), data[-1:] if rank == size - 1 else data[:0]] if count > 1 else [mine]
+
+
+def loss_of(model: Net, data: Tensor) -> Tensor:
+    return (model(data) ** 2).sum() / SAMPLES
+
+
+class Replica:
+    """A model on this rank under a ZeRO stage, with an optimizer of its masters.
+
+    stage: the class. Every rank's model starts from other values.
+    """
+
+    def __init__(self, stage: type, group, width: int = 5):
+        self.group, self.model = group, Net(group.rank, width)
+        self.zero = stage(self.model, blocks_of(self.model), group)
+        self.optimizer = torch.optim.AdamW(list(self.zero.masters.values()), **ADAMW)
+        self.is_last = False
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda *_, m=module, n=name: expect_memory(m, f"the forward of {n}"))
+                if name != "first":  # torch warns of a backward hook where no input requires a gradient
+                    module.register_full_backward_pre_hook(
+                        lambda *_, m=module, n=name: expect_memory(m, f"the backward of {n}")
+                    )
+        register_gradient_hooks(
+            named_parameters(self.model), self.zero, lambda: self.zero.reduces_each_micro_batch or self.is_last
+        )
+
+    def run_backward(self, step: int, count: int = MICRO_BATCHES) -> None:
+        """Run the forward and backward of all micro-batches; a rank without samples runs them in stage 3 only."""
+        for number, data in enumerate(batches(step, self.group.rank, self.group.size, count)):
+            self.is_last = number == count - 1
+            if len(data) or self.zero.gatherer:
+                loss_of(self.model, data).backward()
+            self.zero.finish_micro_batch()
+
+    def train(self, step: int, count: int = MICRO_BATCHES) -> None:
+        self.run_backward(step, count)
+        self.zero.step(self.optimizer)
+
+
+class Reference:
+    """All ranks' models in one process, without sharding; every element starts as on the rank whose shard has it.
+
+    gathers_first: whether the ranks have each other's shards before the first step, as in stage 3.
+    """
+
+    def __init__(self, size: int, gathers_first: bool = False):
+        self.models, self.size = [Net(rank) for rank in range(size)], size
+        self.model = Net(0)
+        values = [dict(model.named_parameters()) for model in self.models]
+        for names in names_by_block(self.model):
+            sizes = {name: values[0][name].numel() for name in names}
+            for rank, shard in enumerate(shard_elements(sizes, size)):
+                for name, index in filter(None, shard):
+                    dict(self.model.named_parameters())[name].data.view(-1)[index] = values[rank][name].view(-1)[index]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
+        if gathers_first:
+            self._gather()
+
+    def gradients(self, step: int, count: int = MICRO_BATCHES) -> dict[str, Tensor | None]:
+        """The gradients of a step, summed over micro-batches and ranks; None for a parameter that no rank uses."""
+        total: dict[str, Tensor | None] = {name: None for name, _ in self.model.named_parameters()}
+        for rank, model in enumerate(self.models):
+            model.zero_grad(set_to_none=True)
+            for data in batches(step, rank, self.size, count):
+                if len(data):
+                    loss_of(model, data).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    total[name] = parameter.grad + (0 if total[name] is None else total[name])
+        return total
+
+    def train(self, step: int, count: int = MICRO_BATCHES) -> None:
+        for name, gradient in self.gradients(step, count).items():
+            dict(self.model.named_parameters())[name].grad = gradient
+        self.optimizer.step()
+        self._gather()
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _gather(self) -> None:
+        for model in self.models:
+            model.load_state_dict(self.model.state_dict())
+
+
+def own_elements(size: int, rank: int, model: Net) -> dict[str, list[int]]:
+    """The elements of each parameter that are in a rank's shards, by name."""
+    found: dict[str, list[int]] = {}
+    parameters = dict(model.named_parameters())
+    for names in names_by_block(model):
+        for name, index in filter(None, shard_elements({n: parameters[n].numel() for n in names}, size)[rank]):
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def padded_elements(size: int, model: Net) -> list[int]:
+    """The length of each flat parameter."""
+    parameters = dict(model.named_parameters())
+    numels = [sum(parameters[name].numel() for name in names) for names in names_by_block(model)]
+    return [-(-numel // size) * size for numel in numels]
+
+
+def expect_memory(module: nn.Linear, when: str) -> None:
+    """Fail if the storage of a module's weight was freed."""
+    if module.weight.untyped_storage().nbytes() == 0:
+        raise Wrong("wrong", f"{when} begins, and its parameters have no memory")
+
+
+def expect_about(when: str, got: int, wanted: int) -> None:
+    """Fail unless both are equal within 30 KiB: three activations of a sample, small parameters, padding."""
+    if abs(got - wanted) > 30 * KIB:
+        raise Wrong("wrong", f"KiB of tensors {when}", f"about {wanted // KIB}", str(got // KIB), case="2 ranks")
+
+
+@contextlib.contextmanager
+def expect_sent(replica: Replica, network, elements: Sequence[int], case: str) -> Iterator[None]:
+    """Fail unless the ranks send (ranks - 1) times `elements`, at least and at most, in the block.
+
+    Besides, they may sum some flags per parameter.
+    """
+    before, others = len(network.records), replica.group.size - 1
+    yield
+    sent = sum(all_gather_object(sum(r.wire_bytes for r in network.records[before:]), replica.group))
+    least, most = (others * numel * 8 for numel in elements)
+    flags = 2 * others * (len(list(replica.model.parameters())) + 8 * LAYERS) * 8
+    if not least <= sent <= most + flags:
+        told = f"{least} to {most + flags}: (ranks - 1) times the gradients and parameters, and a few flags"
+        raise Wrong("wrong", "bytes that all ranks send in a step", told, str(sent), case=case)
+
+
+def expect_equals_one_process(stage: type, group: Group, world_size: int) -> None:
+    """Fail unless all ranks have the parameters of one process after each of three steps. stage: of ZeRO, 1 or 2."""
+    mine, one = Replica(stage, group), Reference(world_size)
+    for step in range(3):
+        mine.train(step)
+        one.train(step)
+        parameters = dict(mine.model.named_parameters())
+        for name, value in one.values().items():
+            what, case = f"the parameter {name} after step {step + 1}", "2 micro-batches per step"
+            expect(what, parameters[name].detach(), value, case=case, tolerance=TOLERANCE)

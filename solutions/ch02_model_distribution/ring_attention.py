@@ -1,0 +1,80 @@
+"""Ring attention, forward: the solution, as it stands in minidist.parallel.context.simple.
+
+A softmax over all keys needs the sum over all keys, and no rank has all of them. But the weighted mean over a block
+of keys and the logarithm of the block's sum are enough: to merge two blocks, average their means, weighted by each
+block's fraction of the total sum. So blocks may arrive in any order, one at a time, and each is freed after it has
+been merged. The result is exact, up to rounding. Only differences of two logarithms are exponentiated, so that e^1000
+is never computed.
+
+The last hop is missing on purpose: after n - 1 hops every rank has seen every block. The fast version sends the next
+block while it computes with this one, and skips blocks that the mask hides.
+
+Usual wrong answers:
+* keeps the scores of all blocks, and applies one softmax in the end
+* the package's own
+* returns one number for every result
+* all-gathers all keys and values, and computes everything at once
+* sends the keys on, but not the values
+* keeps the larger logarithm instead of the logarithm of the sum
+* returns the log-sum-exp of the last block
+* hides a block if its rank is the larger one, and shows it otherwise: right for contiguous tokens only
+* masks every block like the own one
+* averages the outputs of the blocks with equal weights
+* does not wait for its messages
+* lets queries attend to later keys
+* does not divide the scores by the root of the head dimension
+* sums exponentials of the scores themselves, which overflow or vanish
+* does not scale the earlier blocks' output down when a new block joins
+* takes the block that arrives for the one of the next rank: right on 1 and 2 ranks
+* sends before it computes, so that a query may meet only hidden keys first: minus infinity less minus infinity is NaN
+* attends to this rank's own keys only
+* hides a query's own key as well
+* sends the queries with the keys and values
+* receives into the tensor that it sends
+* sends keys and values as float32, whatever their dtype
+* sends to the previous rank, and receives from the next one
+* sends every block once more, back to its owner
+* returns zeros
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, P2POp, batch_send_recv
+
+
+def send_to_next(x: Tensor, group: Group) -> Tensor:
+    """Collective: send `x` to the next rank of the ring; return what the previous rank sent, of the same shape."""
+    if group.size == 1 or x.numel() == 0:
+        return x
+    arriving, after, before = torch.empty_like(x), (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    batch_send_recv([P2POp("send", x, after), P2POp("recv", arriving, before)], group)
+    return arriving
+
+
+def causal_scores(query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Return `query key^T / sqrt(d)`, (b, heads, q, k); minus infinity where the key's position is the later one.
+
+    query: (b, heads, q, d). key: (b, heads, k, d). query_positions: (q,). key_positions: (k,).
+    """
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    return scores.masked_fill((key_positions > query_positions[:, None]).to(scores.device), -torch.inf)
+
+
+def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Collective: return the attention output of this rank's queries, and the log-sum-exp of each query's scores.
+
+    query, key, value, output: (b, heads, s / n, d). log-sum-exp: (b, heads, s / n). positions: from `all_positions`.
+    """
+    out, lse = torch.zeros_like(query), torch.full_like(query[..., 0], -torch.inf)
+    block = torch.stack((key, value))
+    for step in range(group.size):
+        source = (group.rank - step) % group.size
+        scores = causal_scores(query, block[0], positions[group.rank], positions[source])
+        # Every query sees its own key in step 0, so that `new_lse` is finite from then on.
+        new_lse = torch.logaddexp(lse, scores.logsumexp(-1))
+        out = out * (lse - new_lse).exp()[..., None] + (scores - new_lse[..., None]).exp() @ block[1]
+        lse = new_lse
+        if step < group.size - 1:
+            block = send_to_next(block, group)
+    return out, lse

@@ -1,0 +1,115 @@
+"""A sharded optimizer that saves no memory: the solution.
+
+The optimizer allocates states for every tensor it is given. It was given the full flat parameter, so every rank
+stored the states of all elements, and because every rank had all gradients, each computed the full update. The
+results are correct on all ranks, and a test of values cannot detect that nothing was sharded. The memory shows it.
+
+The fix does not change the number of bytes sent. The reduce-scatter gives each rank its shard of the summed gradient,
+the rank updates that shard, and the all-gather that used to gather gradients gathers the updated parameters instead.
+Each rank now stores its shard of the states, two numbers per element, and computes its shard of the update.
+
+Usual wrong answers:
+* rank 0 stores all states and updates everything, the others nothing
+* all-reduces the gradients, although a rank needs only its shard
+* hides Adam's states of all elements in NumPy arrays
+* names the first rule of the list
+* the optimizer has its shard, but every rank still gets all gradients
+* names the repaired line instead of the original one
+* names the fault but does not repair it
+* no rank sends its updated shard to the others
+* stores one of the two moments unsharded
+* names a line that shows the fault but does not cause it
+* if the length is not divisible, does not update the last element of every shard but the last
+* shards the states over two ranks only: of four ranks, each stores half
+* the sum over the ranks instead of the mean
+* names the rule about the gradient, which the program obeys
+* every parameter is zero at the end
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+INVARIANTS = {
+    "start": "all ranks start with the same parameters",
+    "shards": "the flat parameter consists of one equal shard per rank, and its padding stays zero",
+    "mean": "the gradient of an element is the mean over all ranks, on every rank that needs it",
+    "states": "Adam's states of an element are stored on exactly one rank",
+    "whole": "after a step every rank has all updated parameters",
+}
+INVARIANT = "states"
+LINE = "self.optimizer = torch.optim.Adam([self.flat], lr=0.01, eps=0.001)"
+
+
+class ShardedAdam:
+    """Adam whose states are sharded over the ranks.
+
+    flat: the flat parameter, all parameters of the model and padding with zeros to equal shards. gradients: the flat
+    gradient, in the same layout. shards, parts: both, split into shards. mine: this rank's shard, with its gradient.
+    """
+
+    def __init__(self, model):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parameters = list(model.parameters())
+        shard = -(-sum(parameter.numel() for parameter in parameters) // size)
+        self.flat = torch.zeros(size * shard, dtype=parameters[0].dtype)
+        self.gradients = torch.zeros_like(self.flat)
+        end = 0
+        for parameter in parameters:
+            begin, end = end, end + parameter.numel()
+            view = self.flat[begin:end].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = self.gradients[begin:end].view_as(parameter)
+        self.shards = list(self.flat.split(shard))
+        self.parts = list(self.gradients.split(shard))
+        self.mine = self.shards[rank]
+        self.mine.grad = torch.zeros_like(self.mine)
+        self.optimizer = torch.optim.Adam([self.mine], lr=0.01, eps=0.001)
+
+    def step(self):
+        """Reduce, update, gather."""
+        dist.reduce_scatter(self.mine.grad, self.parts)
+        self.mine.grad /= dist.get_world_size()
+        self.optimizer.step()
+        dist.all_gather(self.shards, self.mine)
+        self.gradients.zero_()
+
+    def state_bytes(self):
+        """Return the number of bytes of Adam's states on this rank."""
+        kept = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return sum(tensor.nbytes for tensor in kept if tensor.dim())
+
+
+def main(inputs, targets, model, epochs=10, batch_size=12):
+    """Train `model` on all ranks; return it, this rank's loss at each step, and the bytes of this rank's Adam states.
+
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
+    """
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = ShardedAdam(model)
+    losses = []
+    for _ in range(epochs):
+        for start in range(0, len(inputs), batch_size):
+            share = slice(start + rank, start + batch_size, world_size)
+            loss = nn.functional.mse_loss(model(inputs[share]), targets[share])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    dist.destroy_process_group()
+    return model, losses, optimizer.state_bytes()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    samples = torch.randn(120, 10)
+    network = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    network, seen, state_bytes = main(samples, samples.sum(dim=1, keepdim=True).sin(), network)
+    flat_bytes = 4 * sum(parameter.numel() for parameter in network.parameters())
+    print(f"rank {os.environ['RANK']}: loss {seen[0]:.3f} -> {seen[-1]:.3f}, states of Adam {state_bytes} bytes, "
+          f"of {2 * flat_bytes} that one process has")  # fmt: skip

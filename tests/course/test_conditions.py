@@ -1,0 +1,140 @@
+"""Conditions and side effects that every answer is judged by, whatever the exercise: each is broken here once."""
+
+import pytest
+
+from exercises import report
+from exercises.catalogue import Catalogue
+
+MERGE = Catalogue()["weighted_merge"]
+HEAD = """
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from minidist.comm import Group, all_reduce
+
+CACHE = {}
+
+
+def merge_replicas(parameters, weight, group):
+"""
+WEIGHTS = """
+    weights = torch.tensor([weight], dtype=torch.float64)
+    all_reduce(weights, group)
+    if weights.item() == 0:
+        raise ValueError
+"""
+TOTAL = """
+    total = parameters * (weight / weights.item()) if weight else torch.zeros_like(parameters)
+    all_reduce(total, group)
+"""
+COPY = """
+    parameters.copy_(total)
+"""
+RIGHT = HEAD + WEIGHTS + TOTAL + COPY
+
+
+def answer_with(*lines: str) -> str:
+    """Return a right answer that begins with these lines."""
+    return HEAD + "".join(f"    {line}\n" for line in lines) + WEIGHTS + TOTAL + COPY
+
+
+SIDE_EFFECTS = {
+    "torch's random state": (answer_with("torch.rand(1)"), "changes the global random state of torch"),
+    "Python's random state": (answer_with("random.random()"), "the global random state of Python's random module"),
+    "numpy's random state": (answer_with("np.random.rand(1)"), "the global random state of numpy"),
+    "a module-level dictionary": (answer_with('CACHE["calls"] = 1'), "keeps data in `CACHE` between calls"),
+    "an attribute": (answer_with("merge_replicas.last = weight"), "keeps data in `merge_replicas.last` between calls"),
+    "a default argument": (
+        RIGHT.replace("weight, group)", "weight, group, seen=[])", 1) + "    seen.append(weight)\n",
+        "keeps data in `the default arguments of merge_replicas` between calls",
+    ),
+    "the default dtype": (answer_with("torch.set_default_dtype(torch.float64)"), "changes torch's default dtype"),
+    "the gradient mode": (answer_with("torch.set_grad_enabled(False)"), "changes torch's gradient mode"),
+    "the environment": (answer_with('os.environ["ANSWER"] = "1"'), "changes the environment variables"),
+    "the number of threads": (answer_with("torch.set_num_threads(2)"), "changes torch's number of threads"),
+    "a process group": (
+        answer_with("group.size > 1 and dist.new_group()"),
+        "makes process groups and does not destroy",
+    ),
+    "an operation that nobody waits for": (
+        RIGHT + "    global last\n    last = all_reduce(torch.zeros(2), group, async_op=True)\n",
+        "keeps data in `last` between calls",
+    ),
+    "an operation without a wait": (
+        answer_with("group.size > 1 and dist.all_reduce(torch.zeros(2), async_op=True)"),
+        "never waits for its all_reduce of shape (2,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_EFFECTS)
+def test_side_effects_are_named(check_answer, name):
+    text, told = SIDE_EFFECTS[name]
+    verdict = check_answer(MERGE, text, only=["sends_the_parameters_once", "weighted_mean_of_all_replicas"])
+    assert verdict.reported is not None
+    message = " ".join(report.format_finding(verdict.reported.finding))
+    assert told in message, message
+
+
+def test_an_answer_without_side_effects_passes_every_test(check_answer):
+    assert check_answer(MERGE, RIGHT).passed
+
+
+def test_the_hash_of_a_text_differs_between_ranks_as_between_interpreters(check_answer):
+    text = answer_with('if hash("seed") % 1000 != hash("seed") % 1000: raise ValueError')
+    assert check_answer(MERGE, text, only=["weighted_mean_of_all_replicas"]).passed  # equal on one rank
+    text = answer_with('weight = weight + hash("seed") % 1000')
+    finding = check_answer(MERGE, text, only=["weighted_mean_of_all_replicas"]).reported.finding
+    assert finding.what.startswith("the parameters")
+
+
+WRONG = {
+    "float32 in between": (
+        RIGHT.replace(
+            "all_reduce(total, group)",
+            "total = total.float() if group.size > 1 else total\n    all_reduce(total, group)",
+        ),
+        "the dtype of the tensors that your code sends to other ranks",
+    ),
+    "float32 on one rank": (
+        RIGHT.replace("all_reduce(total, group)", "all_reduce(total, group)\n    total = total.float()"),
+        "the result, at [1]",
+    ),
+    "the ranks of the world": (
+        RIGHT.replace("all_reduce(total, group)", "dist.is_initialized() and dist.all_reduce(total)"),
+        "the result, at [0]",
+    ),
+    "at most sixteen thousand elements": (
+        RIGHT.replace("copy_(total)", "copy_(total * (torch.arange(parameters.numel()) < 1 << 14))"),
+        "the result, at [16384]",
+    ),
+    "NaN taken for 0": (
+        RIGHT.replace("total = parameters", "total = parameters.nan_to_num()"),
+        "nan",
+    ),
+    "replicas of different bits": (
+        RIGHT + "    if group.rank:\n        parameters *= 1 + torch.finfo(parameters.dtype).eps\n",
+        "end with different bits",
+    ),
+    "memory around a slice": (
+        RIGHT + "    if parameters.storage_offset():\n        parameters.as_strided((1,), (1,), 0).zero_()\n",
+        "writes outside parameters, which is a slice",
+    ),
+    "contiguous tensors only": (
+        RIGHT.replace("parameters.copy_(total)", "parameters.view(-1).copy_(total.view(-1))"),
+        "view size is not compatible",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_conditions_catch_what_other_tests_let_pass(check_answer, name):
+    text, told = WRONG[name]
+    verdict = check_answer(MERGE, text, only=["holds_under_every_condition"])
+    assert verdict.reported is not None
+    message = " ".join(report.format_finding(verdict.reported.finding))
+    assert told in message, message

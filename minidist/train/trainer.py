@@ -90,6 +90,7 @@ class Trainer:
         recovery: Recovery | None = None,
     ):
         self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
+        self._unwritable: set[str] = set()  # what the observers could not write, as far as it has been noted
         self.mesh = validate(config, world.size)
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
         self.groups = comm.bind(
@@ -142,13 +143,25 @@ class Trainer:
     def close(self) -> None:
         """Wait for this rank's checkpoint writer, and close the observers."""
         self.saver.close()
-        for observer in self.observers:
-            observer.close()
+        self._notify("close")
 
     def send_note(self, line: str) -> None:
         """Call `on_note` of all observers with a line of text."""
+        self._notify("on_note", line)
+
+    def note_failed_write(self, what: str, error: OSError) -> None:
+        """Send the observers a note that `what`, such as a file, cannot be written. The first time only."""
+        if what not in self._unwritable:
+            self._unwritable.add(what)
+            self.send_note(f"{what} cannot be written: {error.strerror or error}. The run goes on without it.")
+
+    def _notify(self, method: str, *args: Any) -> None:
+        """Call a method of all observers. One that cannot write is noted once: the run does not depend on it."""
         for observer in self.observers:
-            observer.on_note(line)
+            try:
+                getattr(observer, method)(*args)
+            except OSError as error:
+                self.note_failed_write(f"the output of {type(observer).__name__}", error)
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
@@ -193,8 +206,7 @@ class Trainer:
         """
         train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop
-        for observer in self.observers:
-            observer.on_start(self)
+        self._notify("on_start", self)
         for note in self.start_notes:
             self.send_note(note)
         if recovery is not None:
@@ -202,8 +214,7 @@ class Trainer:
         if self.interrupted_step is not None:
             stopped = self._report_step(self.interrupted_step).stop_requested
         while self.progress.step < train.steps and not stopped:
-            for observer in self.observers:
-                observer.before_step(self)
+            self._notify("before_step", self)
             with meter.span("step", step=self.progress.step + 1):
                 result = self._step()
             stopped = self._report_step(result).stop_requested
@@ -212,8 +223,7 @@ class Trainer:
                 if result.regroup_requested and not stopped and self.progress.step < train.steps:
                     self._finish_save()
                     raise RegroupRequested
-        for observer in self.observers:
-            observer.on_last_step(self)
+        self._notify("on_last_step", self)
         return self._finish(stopped and self.progress.step < train.steps)
 
     def _is_stop_requested(self) -> bool:
@@ -266,8 +276,7 @@ class Trainer:
             self._finish_save()
         if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
-        for observer in self.observers:
-            observer.on_step(self, result)
+        self._notify("on_step", self, result)
         last = step == train.steps
         must_evaluate = _is_due(step, train.eval_every) and not last and not stopped
         if must_evaluate:
@@ -294,8 +303,7 @@ class Trainer:
             batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
         if loss is not None:
-            for observer in self.observers:
-                observer.on_evaluation(self.progress.step, loss)
+            self._notify("on_evaluation", self.progress.step, loss)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
@@ -304,8 +312,7 @@ class Trainer:
         summary["stop_signal"] = self.stop_request.signal_name
         if loss is not None:
             summary["held_out_loss"] = loss
-        for observer in self.observers:
-            observer.on_end(self, summary)
+        self._notify("on_end", self, summary)
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
         return summary
 
@@ -316,8 +323,7 @@ class Trainer:
 
         at_end: whether the run ends here; then wait in any case, and end the run with an error if the save fails.
         """
-        for observer in self.observers:
-            observer.before_save(self)
+        self._notify("before_save", self)
         wait = wait or at_end
         state = {
             "config": to_toml(without_run_options(self.config)),
@@ -358,8 +364,7 @@ class Trainer:
             how = self.config.checkpoint
             folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
         self._saved_step = folders.parse_step(path)
-        for observer in self.observers:
-            observer.on_checkpoint(path)
+        self._notify("on_checkpoint", path)
 
     def _note_failed_save(self, error: RunError, fatal: bool) -> None:
         if fatal or isinstance(error, CommError):  # without its peers no rank can go on

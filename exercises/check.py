@@ -1,6 +1,7 @@
 """Grades a learner's file: runs every test on fresh ranks and turns every kind of failure into a short finding."""
 
 import importlib.util
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _BASE_MODULES = (
         "minidist.zero.reducer",
     ),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "exercises.side_effects"),
+    "exercises.shared_code",  # the last: it remembers the functions of the others
 )
 PRELOAD = (*_BASE_MODULES, "torch._dynamo")
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
@@ -190,5 +192,6 @@ def _request(
 
     return Request(
         answer, str(exercise.test_file), exercise.test_file.read_text(), tuple(tests), exercise.symbols,
-        exercise.pieces, exercise.guards, secret, folder, MEMORY_BYTES, exercise.kind in _PROGRAMS, offered, condition,
+        exercise.pieces, exercise.guards, secret, folder, MEMORY_BYTES, secrets.token_hex(),
+        exercise.kind in _PROGRAMS, offered, condition,
     )  # fmt: skip

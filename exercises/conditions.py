@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from exercises.testing import Wrong, show
+from exercises.testing import Wrong, check_tensor_class, show
 from minidist.comm import all_gather_object
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -398,6 +398,7 @@ def _expect_equal(got: Any, expected: Any, roundings: int, case: str) -> None:
             continue
         if not isinstance(one, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
             raise Wrong("type", "the result's dtype and shape", _outline(other), _outline(one), case=case)
+        check_tensor_class(one)
         _expect_close(one.detach(), other.detach(), roundings, case)
 
 

@@ -47,7 +47,7 @@ def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -
     hang_s: ranks that compute for this long without progress are reported as hanging. Processor time is counted, so
     that a busy machine does not change the verdict.
     """
-    from exercises.rank_tests import PASSED, run_tests
+    from exercises.rank_tests import run_tests
     from minidist.tools.launch import RankFailure
 
     options = {"backend": None, "threads": 1, "deadline_s": _DEADLINE_S, "clean_exit": False}
@@ -66,7 +66,9 @@ def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -
     except BaseException:
         job.kill()
         raise
-    return None if values == [PASSED] * size else Finding("exit", "your code ended the test early", size=size)
+    return (
+        None if values == [run.request.token] * size else Finding("exit", "your code ended the test early", size=size)
+    )
 
 
 def _watch(job, run: Run, size: int, hang_s: float) -> Finding | None:
@@ -110,12 +112,23 @@ def _hang_finding(statuses: Sequence, stacks: dict[int, str], run: Run) -> Findi
 def _stored_finding(run: Run, size: int, output: Sequence[str] = ()) -> Finding | None:
     """Return the finding of the lowest rank, preferring any other kind to "network"; None if no rank stored one."""
     texts = [run.scratch.read(f"finding-{rank}") for rank in range(size)]
-    findings = [Finding(**json.loads(text)) for text in texts if text is not None]
+    findings = [_parse_finding(text, rank, size) for rank, text in enumerate(texts) if text is not None]
     found = min(findings, key=lambda finding: finding.kind == "network", default=None)
     if found is not None and found.rank < len(output):
         lines = [line for line in output[found.rank].splitlines() if line.strip() and not _LIBRARY_WARNING.match(line)]
         found.printed = lines[-1][:100] if lines else ""
     return found
+
+
+def _parse_finding(text: str, rank: int, size: int) -> Finding:
+    """Return the finding in the file of a rank. An answer may have written something else there."""
+    try:
+        finding = Finding(**json.loads(text))
+        valid = all(isinstance(value, str) for value in (finding.kind, finding.what, finding.test))
+    except (ValueError, TypeError, RecursionError):
+        valid = False
+    what = "your code changed how a test reports what it found"
+    return finding if valid else Finding("forbidden", what, rank=rank, size=size)
 
 
 def _failure_finding(failure, run: Run, size: int) -> Finding:

@@ -21,13 +21,22 @@ from minidist.tools.pieces import SymbolReplacements
 _NO_FILES = "an answer must not write files"
 # Actions without an audit event: the end of the process, and files that torch writes in C++.
 _UNSEEN = {
+    "signal.signal": "an answer must not handle signals",
     "os._exit": "an answer must not end its process",
     "os.abort": "an answer must not end its process",
     "torch.save": _NO_FILES,
 }
+_PIECE_CALLED = "exercises.guard.piece_called"  # an audit event
 _IMPORT = "<frozen importlib._bootstrap>"
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "os.killpg")
 _FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
+# Ways into the internals of Python, refused if a line of the answer itself takes them, under whatever name: libraries
+# take them all the time. The source check names those that the source shows.
+_INTERNALS = {
+    *("sys._getframe", "sys._current_frames", "sys._current_exceptions", "sys.settrace", "sys.setprofile"),
+    *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "code.__new__", "exec", "compile", "function.__new__"),
+    *("object.__getattr__", "object.__setattr__", "object.__delattr__", "sys.addaudithook"),
+}
 _PACKAGE = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -46,13 +55,13 @@ class Guard:
         self.answer, self.caught = answer, None
         self._test_file = test_file
         self._secret: tuple[str, ...] = ()
-        self._off = False
+        self._originals: dict[str, Callable] = {}
+        self._off, self._is_auditing = False, False
 
     def install(self, pieces: Sequence[str], guards: Sequence[str], secret: Sequence[str]) -> None:
         """Install all guards. pieces: `module:symbol` of the package. guards: `module.name`. secret: paths."""
-        originals: dict[str, Callable] = {}
         for piece in pieces:
-            self._guard_piece(piece, originals)
+            self._guard_piece(piece)
         for name in guards:
             self._guard_name(name, "this exercise must be solved without it")
         for name, why in _UNSEEN.items():
@@ -91,43 +100,50 @@ class Guard:
         del guarded.__wrapped__  # would evade the guard
         setattr(owner, attribute, guarded)
 
-    def _guard_piece(self, piece: str, originals: dict[str, Callable]) -> None:
+    def _guard_piece(self, piece: str) -> None:
+        """Replace a piece by an audit event: Python shows no reference from there to the guard, which hears of it."""
+        call = f"result = []; __audit__({_PIECE_CALLED!r}, {{!r}}, args, kwargs, result); return result[0]"
         module, _, symbol = piece.partition(":")
         old = getattr(importlib.import_module(module), symbol)
         if isinstance(old, FunctionType):
             original = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
             original.__kwdefaults__ = old.__kwdefaults__
-            source = f"def {symbol}(*args, **kwargs):\n    return __guarded__({piece!r}, args, kwargs)\n"
-            originals[piece] = original
+            source = f"def {symbol}(*args, **kwargs):\n    {call.format(piece)}\n"
+            self._originals[piece] = original
         else:
             methods = [name for name, value in vars(old).items() if isinstance(value, FunctionType | staticmethod)]
-            lines = [
-                f"    def {name}(*args, **kwargs): return __guarded__({piece!r}, args, kwargs)" for name in methods
-            ]
+            lines = [f"    def {name}(*args, **kwargs):\n        {call.format(piece)}" for name in methods]
             source = "\n".join([f"class {symbol}(*__bases__):", *lines])
             vars(sys.modules[module])["__bases__"] = old.__bases__
-        vars(sys.modules[module])["__guarded__"] = self._caller(originals)
+        vars(sys.modules[module])["__audit__"] = sys.audit
         SymbolReplacements().replace_symbol(piece, source)
 
-    def _caller(self, originals: dict[str, Callable]) -> Callable:
-        """Make the replacement of the pieces: a closure, so that their module has no reference to the guard."""
-
-        def guarded(piece: str, args: tuple, kwargs: dict) -> Any:
-            name = piece.replace(":", ".")
-            self._tried(f"calls {name}", "this is the code that you write here")
-            # The grader needs no class: only an answer that inherits from it would use it.
-            if piece not in originals or not self._ours(sys._getframe(2).f_code):
-                self.caught = self.caught or (f"your code uses {name}: this is the code that you write here", None)
-                raise ForbiddenAction(name)
-            return originals[piece](*args, **kwargs)
-
-        return guarded
+    def _call_piece(self, piece: str, args: tuple, kwargs: dict, result: list) -> None:
+        """Call the original of a piece for the package or the test; its only reference is in this guard."""
+        name = piece.replace(":", ".")
+        self._tried(f"calls {name}", "this is the code that you write here")
+        # The grader needs no class: only an answer that inherits from it would use it.
+        if piece not in self._originals or not self._ours(sys._getframe(3).f_code):
+            self.caught = self.caught or (f"your code uses {name}: this is the code that you write here", None)
+            raise ForbiddenAction(name)
+        result.append(self._originals[piece](*args, **kwargs))
 
     def _ours(self, code: CodeType) -> bool:
         """Whether code belongs to the package or the test."""
         return code.co_filename == self._test_file or code.co_filename.startswith(_PACKAGE)
 
     def _audit(self, event: str, args: tuple) -> None:
+        if event == _PIECE_CALLED:
+            return self._call_piece(*args)
+        if event in _INTERNALS and not self._off and not self._is_auditing:
+            self._is_auditing = True  # to look at a frame is an event of its own
+            try:
+                is_own = sys._getframe(1).f_code.co_filename == self.answer
+            finally:
+                self._is_auditing = False
+            if is_own:
+                self._tried(f"uses {event}", "an answer must not use the internals of Python or of the grader")
+            return
         if self._off or not (event == "open" or event in _PROCESSES or event in _FILES) or self.line() is None:
             return
         if event in _FILES:

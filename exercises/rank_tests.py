@@ -18,7 +18,6 @@ from typing import Any
 from exercises.guard import ForbiddenAction, Guard
 from exercises.testing import Answer, Finding, ProcessFailed, RunningCall, Wrong
 
-PASSED = "passed"
 _MODULE = "answer"
 
 
@@ -26,7 +25,8 @@ _MODULE = "answer"
 class Request:
     """The tests to run. folder: of the findings, and the working directory of the learner's code.
 
-    test_text: of the test file, which a rank in a sandbox cannot read. program: whether the answer makes its own
+    token: what a rank returns if all tests pass, which an answer cannot know. test_text: of the test file, which a rank
+    in a sandbox cannot read. program: whether the answer makes its own
     process group. offered: further arguments of tests, by name. condition: the only kind of `exercises.conditions` to
     check; None for all.
     """
@@ -41,6 +41,7 @@ class Request:
     secret: tuple[str, ...]
     folder: str
     memory_bytes: int
+    token: str
     program: bool = False
     offered: Mapping[str, Any] = field(default_factory=dict)
     condition: str | None = None
@@ -51,9 +52,13 @@ class FindingStored(Exception):
 
 
 def run_tests(world, request: Request) -> str:
-    """Run the tests on this rank. Raises FindingStored after storing the first finding in the request's folder."""
+    """Run the tests on this rank; return the request's token.
+
+    Raises FindingStored after storing the first finding in the request's folder.
+    """
     # With these comes torch, which the parent of the ranks can do without.
     from exercises.network import Network, Torchrun
+    from exercises.shared_code import SHARED_CODE, describe_change
     from exercises.side_effects import SideEffects
 
     os.chdir(request.folder)
@@ -69,6 +74,12 @@ def run_tests(world, request: Request) -> str:
     may_seed = getattr(module, "MAY_SEED", False)
     offered = {"world": world, "network": network, "run": request.program and Torchrun(world), **request.offered}
     guard.install(request.pieces, request.guards, request.secret)
+    SHARED_CODE.accept_changes()
+
+    def refuse_changes(only_met_first: bool = True) -> None:
+        if (changed := SHARED_CODE.find_change(only_met_first)) is not None:
+            raise Wrong("forbidden", describe_change(changed))
+
     for name, test in tests.items():
         note.begin(name)
         if network is not None:
@@ -76,9 +87,12 @@ def run_tests(world, request: Request) -> str:
         try:
             with _limited(request.memory_bytes):
                 loaded = _answer(request, deferred)
-                effects = None if request.program else SideEffects(loaded, request.symbols, network, may_seed)
-                offered["answer"] = Answer(loaded, note)
+                effects = (
+                    None if request.program else SideEffects(loaded, request.symbols, network, may_seed, refuse_changes)
+                )
+                offered["answer"] = Answer(loaded, note, refuse_changes)
                 test(**{key: offered[key] for key in parameters[name]})
+                refuse_changes(only_met_first=False)
                 if effects is not None:
                     effects.check()
                 finding = None
@@ -89,7 +103,7 @@ def run_tests(world, request: Request) -> str:
         if finding is not None:
             guard.stop()
             _leave(finding, note, world, request)
-    return PASSED
+    return request.token
 
 
 def _leave(finding: Finding, note: RunningCall, world, request: Request) -> None:

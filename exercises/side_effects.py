@@ -31,10 +31,18 @@ class SideEffects:
 
     module: of the answer; its functions and the methods of its classes among `symbols` are wrapped. network: of the
     check, None if the answer makes its own process groups. may_seed: whether the exercise asks for code that sets the
-    global random states.
+    global random states. after_call: called when one of the functions and methods has returned to the test.
     """
 
-    def __init__(self, module: ModuleType, symbols: Sequence[str], network: Any, may_seed: bool = False):
+    def __init__(
+        self,
+        module: ModuleType,
+        symbols: Sequence[str],
+        network: Any,
+        may_seed: bool = False,
+        after_call: Callable[[], None] = lambda: None,
+    ):
+        self._after_call = after_call
         self._module, self._network, self._may_seed = module, network, may_seed
         self._depth, self._calls, self._found = 0, 0, ""
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -72,12 +80,18 @@ class SideEffects:
     def _watch(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def watched(*args, **kwargs):
-            if self._depth or self._may_seed or self._calls >= _WATCHED_CALLS:
+            if self._depth:
                 return function(*args, **kwargs)
+            if self._may_seed or self._calls >= _WATCHED_CALLS:
+                result = function(*args, **kwargs)
+                self._after_call()
+                return result
             self._depth, self._calls = 1, self._calls + 1
             before, groups = _random_states(), _count_groups()
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                self._after_call()
+                return result
             finally:
                 self._depth = 0
                 if groups != _count_groups() and not self._found:

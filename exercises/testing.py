@@ -14,6 +14,7 @@ import functools
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ _SHOWN = 100
 _CALL_SHOWN = 108  # characters; fits one line of the message
 _ELEMENTS_SHOWN = 8
 _NOTE_BYTES = 400
+_PLAIN_KINDS = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass
@@ -134,10 +136,13 @@ def show(value: Any) -> str:
 
 
 class Answer:
-    """The learner's symbols as attributes. Calls of its functions and other callables are noted for the message."""
+    """The learner's symbols as attributes. Calls of its functions and other callables are noted for the message.
 
-    def __init__(self, module: Any, note: Callable[[str], None]):
-        self._module, self._note = module, note
+    after_call: called when one has returned.
+    """
+
+    def __init__(self, module: Any, note: Callable[[str], None], after_call: Callable[[], None] = lambda: None):
+        self._module, self._note, self._after_call = module, note, after_call
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
@@ -153,7 +158,9 @@ class Answer:
                 pass
             except TypeError as error:
                 raise Wrong("type", f"{name} must accept these arguments, as in the stub: {error}") from None
-            return value(*args, **kwargs)
+            result = value(*args, **kwargs)
+            self._after_call()
+            return result
 
         return called
 
@@ -225,12 +232,40 @@ def _outlined(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and tensors to lists, also inside lists and dictionaries."""
+    """Convert arrays and tensors to lists, also inside lists and dictionaries.
+
+    The answer may have made the value, so no method of a class of its own is called: it could return what is expected.
+    Raises Wrong for a subclass of an array or a tensor.
+    """
+    kind = type(value)
+    if kind in _PLAIN_KINDS:
+        return value
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return {key: _plain(item) for key, item in dict.items(value)}
+    if isinstance(value, list):
+        return [_plain(item) for item in list.__iter__(value)]
+    if isinstance(value, tuple):
+        return [_plain(item) for item in tuple.__iter__(value)]
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        check_tensor_class(value)
+        return torch._C.TensorBase.tolist(value)
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        if getattr(numpy, kind.__name__, None) is not kind:
+            raise Wrong("type", "the result must be an array of numpy itself", "numpy.ndarray", kind.__name__)
+        return value.tolist()
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_tensor_class(value: Any) -> None:
+    """Raise Wrong if a tensor has a class of the answer's own, whose methods could return anything."""
+    torch, kind = sys.modules["torch"], type(value)
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise Wrong("type", "the result must be a tensor of torch's own class", "torch.Tensor", kind.__name__)
 
 
 def _are_comparable(got: Any, expected: Any) -> bool:
@@ -238,11 +273,14 @@ def _are_comparable(got: Any, expected: Any) -> bool:
 
 
 def _same(got: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two plain values are equal. Numbers are of exactly Python's classes: others could claim any equality."""
     if isinstance(expected, list):
         return _are_comparable(got, expected) and all(
             _same(a, b, tolerance) for a, b in zip(got, expected, strict=True)
         )
+    if isinstance(expected, dict):
+        is_dict = type(got) is dict and got.keys() == expected.keys()
+        return is_dict and all(_same(got[key], item, 0.0) for key, item in expected.items())
     if isinstance(expected, int | float) and not isinstance(expected, bool):
-        number = isinstance(got, int | float) and not isinstance(got, bool)
-        return number and (got == expected or abs(got - expected) <= tolerance)
+        return type(got) in (int, float) and (got == expected or abs(got - expected) <= tolerance)
     return type(got) is type(expected) and got == expected

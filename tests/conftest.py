@@ -15,7 +15,7 @@ from tests.helpers.processes import wait_until
 # OpenMP reads this once, when torch is imported; every process that a test starts inherits it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-pytest_plugins = ["tests.helpers.deadline"]
+pytest_plugins = ["tests.helpers.deadline", "tests.helpers.flaky"]
 
 # nbformat validates with jsonschema, which imports this for a format that no notebook has: its grammar takes 1.5 s.
 sys.modules.setdefault("rfc3987_syntax", None)

@@ -11,6 +11,8 @@ from exercises import jupyterlab
 from exercises.__main__ import main
 from exercises.catalogue import ROOT
 
+pytestmark = pytest.mark.process_lifecycle
+
 
 @pytest.fixture
 def started(monkeypatch):

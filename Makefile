@@ -29,7 +29,7 @@ weave: .venv/course-$(STAMP)
 # Three workers for two cores: while the ranks of one test wait for each other, those of another compute. Bytecode is
 # stored whatever the environment says: hundreds of processes import the package.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
-test test-all: PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --rerun-flaky -rs --durations=10
+test test-all: PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --rerun-flaky -p tests.helpers.cpu_seconds -rs --durations=10
 test: .venv/test-$(STAMP)
 	$(PYTEST)
 

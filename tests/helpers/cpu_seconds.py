@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SHOWN = 15
+SHOWN = 30
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _total_s = 0.0
 

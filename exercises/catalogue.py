@@ -65,8 +65,8 @@ class Exercise:
     whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
-    route: `always` if every training run calls the piece; otherwise the options of `minidist train` under which it does
-    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or `none: ` and the reason.
+    route: "always" if every training run calls the piece; otherwise the options of `minidist train` under which it does
+    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or "none: " and the reason.
     why: the solution's note.
     """
 

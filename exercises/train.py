@@ -1,7 +1,7 @@
 """Training with the learner's code: the trainer with the learner's passed pieces in place of the package's.
 
 A piece is used if its exercise is passed, its file has not changed since, and the run's options call it: `route` of
-exercise.toml is `always`, the options needed, or `none: ` and the reason. At the end every rank reports its calls; a
+exercise.toml is "always", the options needed, or "none: " and the reason. At the end every rank reports its calls; a
 piece that was never called although it should have been is an error.
 """
 
@@ -229,7 +229,7 @@ def _same(value: Any, word: str) -> bool:
 
 
 def symbol_name(symbol: str) -> str:
-    """`block` of `minidist.data.partition:block_partition`."""
+    """Return the last part of `module:symbol`: "block_partition" of `minidist.data.partition:block_partition`."""
     return symbol.partition(":")[2]
 
 

@@ -1,7 +1,7 @@
 """The meter: one record per communication operation, with its bytes on the wire.
 
-`collectives` writes the records of the package's own operations. The recording process group (`tools/recording.py`)
-writes the same type of record for everything else that is built on torch.distributed.
+`collectives` writes the records of the package's own operations. The recording process group
+(`tools/recording_backend.py`) writes the same type of record for everything else that is built on torch.distributed.
 """
 
 import contextlib

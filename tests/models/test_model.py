@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist.models
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress, dropout
 from minidist.models.init import init_parameters
 from minidist.models.layers import RMSNorm, apply_rotary, rotary_tables
-from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.models.transformer import Transformer
 from minidist.tools.estimate.flops import flops_per_token
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2)

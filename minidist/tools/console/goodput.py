@@ -84,8 +84,11 @@ class TimeAccounts:
         self.seconds[gap_account] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return the entries for a metrics.jsonl row: "goodput", a fraction, and "time", the seconds of each
-        account."""
+        """Return the entries for a metrics.jsonl row: the goodput and the accounts, which `continue_from` reads.
+
+        "goodput": a fraction. "time": a dict with "at", the Unix time in seconds up to which time is charged; "step",
+        the number of completed steps; "useful_s", the useful seconds; and "lost", the seconds of each other account.
+        """
         lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
         useful_s = self.seconds[USEFUL]
         return {

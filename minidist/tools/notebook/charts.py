@@ -35,8 +35,8 @@ def memory_by_category(
 def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
     """Plot each rank's memory as a bar stacked by category; return `by_rank` as a list of dicts.
 
-    by_rank: bytes by category for each rank, in rank order, as from `ranks.get("memory_by_category(model,
-    optimizer)")`. Raises UserError when the memory of all ranks is 0.
+    by_rank: bytes by category for each rank, in rank order, as from `LiveRanks.get` of
+    `memory_by_category(model, optimizer)`. Raises UserError when the memory of all ranks is 0.
     """
     held = [dict(parts) for parts in by_rank]
     if not any(count for parts in held for count in parts.values()):

@@ -20,8 +20,9 @@ from minidist.config import (
     TrainConfig,
     ZeroConfig,
 )
-from minidist.data.loader import IGNORE_INDEX, Batch, Loader
+from minidist.data.loader import Batch, Loader
 from minidist.data.synthetic import generate_text
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.tools.parity.layouts import Layout

@@ -19,7 +19,7 @@ exit 1
 
 @pytest.fixture
 def make(tmp_path):
-    """`make(*words, has, configured)`: the finished `make CPU=1 WORDS`, and the indexes that each call of pip was given.
+    """`make(*words, has, configured)`: the finished `make CPU=1 WORDS`, and the indexes given to each call of pip.
 
     has: the index that has the build. configured: the index in pip's own configuration.
     """

@@ -285,7 +285,7 @@ class CheckpointConfig:
     """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
     remote: str | None = None
     """A URL of a file system that fsspec knows, such as s3://bucket/run: also copy every checkpoint there in the
-    background, and resume from there if --folder has nothing newer. Needs the extra minidist[remote]."""
+    background, and resume from there if --folder has nothing newer. Needs fsspec: pip install -e '.[remote]'."""
     resume: Path | None = None
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and

@@ -136,6 +136,17 @@ def parse_options(
     return (made, unknown) if keep_unknown else made
 
 
+def option_names(kind: type) -> dict[str, str]:
+    """Return the names, without dashes, of a command's options that are not positional, and what each one sets.
+
+    kind: the dataclass of the command's options. A bool option has two names, of which the second sets it to False;
+    both have the first name as their value here.
+    """
+    options = [option for option in _list_options(kind) if not option.positional]
+    negated = {option.negated_name: option.name for option in options if option.kind is bool}
+    return {option.name: option.name for option in options} | negated
+
+
 def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[_Option]:
     """Return the options of dataclass `kind`: its own fields first, then those of nested dataclasses ("sections").
 

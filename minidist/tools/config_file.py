@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from minidist.config import Config
 from minidist.errors import UserError, suggest
+from minidist.tools.option_suggestions import suggest_options
+from minidist.tools.options import option_names
 from minidist.train.resume import read_stored_config
 
 if TYPE_CHECKING:
@@ -68,14 +70,43 @@ def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            raise UserError(f"{path}: there is no option {name}; {suggest(key, hints, prefix=prefix)}")
+            raise UserError(f"{path}: there is no option {name}; {_suggest(name, value, hints)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
-                raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below")
+                meant = _name_in_toml(suggest_options(name, _known_options()))
+                guess = f"; did you mean {meant}?" if meant else ""
+                raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below{guess}")
             changes[key] = _merge(getattr(into, key), value, path, name + ".")
         else:
             changes[key] = _convert(value, hints[key], f"{path}: {name}")
     return dataclasses.replace(into, **changes)
+
+
+def _suggest(name: str, value: Any, hints: dict[str, Any]) -> str:
+    """Return the end of a message about an unknown key: the options that may be meant, or those of its section.
+
+    name: with its section. value: given to it. hints: the keys of its section.
+    """
+    prefix = name.rpartition(".")[0]
+    if isinstance(value, dict) or not (found := suggest_options(name, _known_options())):
+        keys = hints if prefix else ["ranks", *hints]
+        return suggest(name.rpartition(".")[2], keys, prefix=prefix and prefix + ".")
+    return f"did you mean {_name_in_toml(found)}?"
+
+
+def _known_options() -> list[str]:
+    """Return the names of all options that a file may have, as on the command line."""
+    return ["ranks", *dict.fromkeys(option_names(Config).values())]
+
+
+def _name_in_toml(options: list[str]) -> str:
+    """Return suggested options as they are written in a file: `zero.stage = 3`."""
+    written = []
+    for option in options:
+        name, space, value = option.partition(" ")
+        quoted = value if value.isdigit() else f'"{value}"'
+        written.append(name.replace("-", "_") + (f" = {quoted}" if space else ""))
+    return " or ".join(written)
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minidist.config import Config
+from minidist.config import Config, option_fields
 from minidist.errors import UserError, suggest
 from minidist.tools.option_suggestions import suggest_options
 from minidist.tools.options import option_names
@@ -30,8 +30,9 @@ _TOML_NAMES = {
 def read_config_file(path: Path, base: Config | None = None) -> Config:
     """Read a run's configuration from a TOML file.
 
-    base: the configuration whose values the file's values replace; None: the defaults. Raises UserError for an
-    unreadable file, unknown keys and values of a wrong type.
+    base: the configuration whose values the file's values replace; None: the defaults. The options in the file count as
+    given by the user (`Config.given`), unless it has every section: then it is the record of a run, which lists all
+    options. Raises UserError for an unreadable file, unknown keys and values of a wrong type.
     """
     try:
         text = Path(path).read_text()
@@ -39,7 +40,13 @@ def read_config_file(path: Path, base: Config | None = None) -> Config:
         raise UserError(f"--config {path} cannot be read: {error.strerror}. Give a TOML file.") from None
     except UnicodeDecodeError:
         raise UserError(f"--config {path} is not a TOML file: it is not text.") from None
-    return parse_config_text(text, str(path), base)
+    config, values = parse_config_text(text, str(path), base), tomllib.loads(text)
+    sections = [item.name for item in option_fields(Config) if dataclasses.is_dataclass(getattr(config, item.name))]
+    if values.keys() >= set(sections):
+        return config
+    keys = [f"{name}.{key}" for name in sections for key in values.get(name, ())]
+    keys += [key for key in values if key not in sections]
+    return dataclasses.replace(config, given=config.given | {key.replace("_", "-") for key in keys})
 
 
 def read_rank_count(path: Path) -> int | None:
@@ -67,6 +74,7 @@ def parse_config_text(text: str, name: str, base: Config | None = None) -> Confi
 
 def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
     hints, changes = typing.get_type_hints(type(into)), {}
+    hints = {item.name: hints[item.name] for item in option_fields(into)}
     for key, value in values.items():
         name = prefix + key
         if key not in hints:

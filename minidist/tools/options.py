@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from minidist.config import option_fields
 from minidist.errors import UserError, suggest
 from minidist.tools.option_suggestions import suggest_options
 
@@ -133,6 +134,16 @@ def option_names(kind: type) -> dict[str, str]:
     return {option.name: option.name for option in options} | negated
 
 
+def given_options(kind: type, words: Sequence[str]) -> frozenset[str]:
+    """Return the names of the options that occur in `words`, a command line; a negated one by its positive name.
+
+    kind: the dataclass of the command's options.
+    """
+    names = option_names(kind)
+    found = [word.removeprefix("--").partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    return frozenset(names[name] for name in found if name in names)
+
+
 def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[_Option]:
     """Return the options of dataclass `kind`: its own fields first, then those of nested dataclasses ("sections").
 
@@ -142,7 +153,7 @@ def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", sect
     """
     plain, nested = [], []
     hints, documented = typing.get_type_hints(kind, include_extras=True), _field_docstrings(kind)
-    for field in dataclasses.fields(kind):
+    for field in option_fields(kind):
         hint, marks = hints[field.name], ()
         if typing.get_origin(hint) is typing.Annotated:
             hint, *marks = typing.get_args(hint)

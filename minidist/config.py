@@ -285,7 +285,7 @@ class CheckpointConfig:
     """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
     remote: str | None = None
     """A URL of a file system that fsspec knows, such as s3://bucket/run: also copy every checkpoint there in the
-    background, and resume from there if --folder has nothing newer. Needs the extra minidist[remote]."""
+    background, and resume from there if --folder has nothing newer. Needs fsspec: pip install -e '.[remote]'."""
     resume: Path | None = None
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and
@@ -375,6 +375,9 @@ class Config:
     folder: Path | None = None
     """Run folder, for metrics.jsonl, config.toml, loss.png and checkpoints; the next free one of runs/0001, runs/0002,
     ... when not given."""
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"option": False})
+    """Not an option, but the names of the options that the user gave, such as "data.source". The value of one may equal
+    its default, and yet the user expects it to have an effect."""
 
     def num_replicas(self, mesh: Mesh) -> int:
         """Number of replicas that train separately between merges; 1 if all ranks train together."""
@@ -425,13 +428,18 @@ class Config:
         return None
 
 
+def option_fields(config: Any) -> list[dataclasses.Field]:
+    """Return the fields of a configuration, or of a section of one, that are options or sections."""
+    return [item for item in dataclasses.fields(config) if item.metadata.get("option", True)]
+
+
 def to_toml(config: Any, prefix: str = "") -> str:
-    """Return a configuration, or a section of one, as TOML text with all fields.
+    """Return a configuration, or a section of one, as TOML text with all options.
 
     prefix: stands before the names of all sections; empty for a whole configuration.
     """
     lines, sections = [], []
-    for item in dataclasses.fields(config):
+    for item in option_fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             sections.append(f"\n[{prefix}{item.name}]\n" + to_toml(value, f"{prefix}{item.name}."))

@@ -306,7 +306,7 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
         raise UserError(
             f"consistency.mode {how.mode} merges {config.num_replicas(mesh)} replicas, and with more than 2 the tied "
             f"embeddings of the first and last of mesh.pp={mesh.pp} stages would drift apart: give "
-            "--no-model.tie-embeddings, or --consistency.replicas 2."
+            "--model.no-tie-embeddings, or --consistency.replicas 2."
         )
 
 
@@ -405,15 +405,15 @@ def _validate_engine(config: Config, mesh: Mesh) -> None:
             f"--mesh.dp {mesh.world_size} alone",
         ),
         (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
-        (not zero.keep_gradients, "zero.keep-gradients true", "--no-zero.keep-gradients"),
+        (not zero.keep_gradients, "zero.keep-gradients true", "--zero.no-keep-gradients"),
         (not zero.stage or config.optim.kind != "muon", f"optim.kind muon {with_zero}", "--optim.kind adamw"),
         (
             not zero.stage or not config.fault.live_recovery,
             f"fault.live-recovery true {with_zero}",
-            "--no-fault.live-recovery",
+            "--fault.no-live-recovery",
         ),
         (not zero.stage or config.memory.file is None, f"memory.file {with_zero}", "no --memory"),
-        (not config.zero.offload, "zero.offload true", "--no-zero.offload"),
+        (not config.zero.offload, "zero.offload true", "--zero.no-offload"),
         (
             resolve_policy(config.precision).uniform,
             f"tensors of different dtypes (precision.policy {policy})",

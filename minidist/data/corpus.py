@@ -119,9 +119,9 @@ def _long_enough(corpus: Corpus, option: str, seq_len: int) -> Corpus:
     shorter, needed = min(corpus.train.size, corpus.held_out.size), seq_len + 1
     if shorter >= needed:
         return corpus
-    lower = f", or set --data.seq_len to at most {shorter - 1}" if shorter >= 2 else ""
+    lower = f", or set --data.seq-len to at most {shorter - 1}" if shorter >= 2 else ""
     raise UserError(
         f"{option} is too short: {corpus.train.size + corpus.held_out.size} bytes, {corpus.train.size} to train on and "
-        f"{corpus.held_out.size} held out. With --data.seq_len {seq_len} each split needs {needed} bytes (a window and "
+        f"{corpus.held_out.size} held out. With --data.seq-len {seq_len} each split needs {needed} bytes (a window and "
         f"the label after it), so about {10 * needed} in all. Give more text with --data.path{lower}."
     )

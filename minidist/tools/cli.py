@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from minidist import __version__
 from minidist.config import Config
 from minidist.errors import RunError, UserError, suggest
-from minidist.tools.options import FLAT, help_width, parse_options
+from minidist.tools.options import FLAT, given_options, help_width, parse_options
 
 COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
@@ -208,7 +208,12 @@ def parse_train_options(argv: list[str], default_options: Sequence[str] = ()) ->
     if default_options:
         options = _parse(TrainOptions, "train", list(default_options), options)
     options = _parse(TrainOptions, "train", argv, options)
-    return options.run, options.ranks
+    return _with_given(options.run, TrainOptions, argv), options.ranks
+
+
+def _with_given(run: Config, kind: type, argv: list[str]) -> Config:
+    """Return the configuration with the names of the options that `argv` gives, besides those of a TOML file."""
+    return replace(run, given=run.given | given_options(kind, argv))
 
 
 def _base_config(argv: list[str]) -> tuple[Config, int | None]:
@@ -263,7 +268,8 @@ def _consistency(argv: list[str]) -> int:
     options, file = ConsistencyOptions(), _value_of(argv, "--config")
     if file is not None:
         options = replace(options, run=read_config_file(Path(file), options.run))
-    return consistency(_parse(ConsistencyOptions, "consistency", argv, options))
+    options = _parse(ConsistencyOptions, "consistency", argv, options)
+    return consistency(replace(options, run=_with_given(options.run, ConsistencyOptions, argv)))
 
 
 def _chaos(argv: list[str]) -> int:
@@ -310,10 +316,13 @@ def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate.command import main
     from minidist.tools.estimate.failures import parse_failure_model
     from minidist.tools.estimate.flops import parse_measured_step
-    from minidist.tools.launch.start import choose_ranks
+    from minidist.tools.launch.start import check_offload, choose_device, choose_ranks
 
     options = _parse(_EstimateOptions, "estimate", argv, _EstimateOptions(*_base_config(argv)))
+    options = replace(options, run=_with_given(options.run, _EstimateOptions, argv))
     ranks = choose_ranks(options.run, options.ranks)
+    instead = ", or give --device cuda to estimate a run on GPUs"
+    check_offload(options.run, choose_device(options.run, ranks), ranks, instead)
     step = parse_measured_step(options.step_time_s, options.peak_tflops)
     failures = parse_failure_model(options.mtbf_s, options.save_s, options.restart_s)
     if options.parameters is not None and (step or options.block == "gpt"):

@@ -7,8 +7,10 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from minidist.config import Config
+from minidist.config import Config, option_fields
 from minidist.errors import UserError, suggest
+from minidist.tools.option_suggestions import suggest_options
+from minidist.tools.options import option_names
 from minidist.train.resume import read_stored_config
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ _TOML_NAMES = {
 def read_config_file(path: Path, base: Config | None = None) -> Config:
     """Read a run's configuration from a TOML file.
 
-    base: the configuration whose values the file's values replace; None: the defaults. Raises UserError for an
-    unreadable file, unknown keys and values of a wrong type.
+    base: the configuration whose values the file's values replace; None: the defaults. The options in the file count as
+    given by the user (`Config.given`), unless it has every section: then it is the record of a run, which lists all
+    options. Raises UserError for an unreadable file, unknown keys and values of a wrong type.
     """
     try:
         text = Path(path).read_text()
@@ -37,7 +40,13 @@ def read_config_file(path: Path, base: Config | None = None) -> Config:
         raise UserError(f"--config {path} cannot be read: {error.strerror}. Give a TOML file.") from None
     except UnicodeDecodeError:
         raise UserError(f"--config {path} is not a TOML file: it is not text.") from None
-    return parse_config_text(text, str(path), base)
+    config, values = parse_config_text(text, str(path), base), tomllib.loads(text)
+    sections = [item.name for item in option_fields(Config) if dataclasses.is_dataclass(getattr(config, item.name))]
+    if values.keys() >= set(sections):
+        return config
+    keys = [f"{name}.{key}" for name in sections for key in values.get(name, ())]
+    keys += [key for key in values if key not in sections]
+    return dataclasses.replace(config, given=config.given | {key.replace("_", "-") for key in keys})
 
 
 def read_rank_count(path: Path) -> int | None:
@@ -65,17 +74,47 @@ def parse_config_text(text: str, name: str, base: Config | None = None) -> Confi
 
 def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
     hints, changes = typing.get_type_hints(type(into)), {}
+    hints = {item.name: hints[item.name] for item in option_fields(into)}
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            raise UserError(f"{path}: there is no option {name}; {suggest(key, hints, prefix=prefix)}")
+            raise UserError(f"{path}: there is no option {name}; {_suggest(name, value, hints)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
-                raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below")
+                meant = _name_in_toml(suggest_options(name, _known_options()))
+                guess = f"; did you mean {meant}?" if meant else ""
+                raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below{guess}")
             changes[key] = _merge(getattr(into, key), value, path, name + ".")
         else:
             changes[key] = _convert(value, hints[key], f"{path}: {name}")
     return dataclasses.replace(into, **changes)
+
+
+def _suggest(name: str, value: Any, hints: dict[str, Any]) -> str:
+    """Return the end of a message about an unknown key: the options that may be meant, or those of its section.
+
+    name: with its section. value: given to it. hints: the keys of its section.
+    """
+    prefix = name.rpartition(".")[0]
+    if isinstance(value, dict) or not (found := suggest_options(name, _known_options())):
+        keys = hints if prefix else ["ranks", *hints]
+        return suggest(name.rpartition(".")[2], keys, prefix=prefix and prefix + ".")
+    return f"did you mean {_name_in_toml(found)}?"
+
+
+def _known_options() -> list[str]:
+    """Return the names of all options that a file may have, as on the command line."""
+    return ["ranks", *dict.fromkeys(option_names(Config).values())]
+
+
+def _name_in_toml(options: list[str]) -> str:
+    """Return suggested options as they are written in a file: `zero.stage = 3`."""
+    written = []
+    for option in options:
+        name, space, value = option.partition(" ")
+        quoted = value if value.isdigit() else f'"{value}"'
+        written.append(name.replace("-", "_") + (f" = {quoted}" if space else ""))
+    return " or ".join(written)
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:

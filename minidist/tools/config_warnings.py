@@ -82,7 +82,7 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Return warnings, as text, about settings of a run that have no effect, or hardly any."""
     found = _find_unused_options(config, mesh, _OPTION_RULES)
     warmup, steps = config.optim.warmup_steps, config.train.steps
-    if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
+    if warmup > steps and _is_requested("optim.warmup-steps", config):
         found.append(
             f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
             f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
@@ -142,17 +142,28 @@ def _check_steps(config: Config) -> None:
 
 
 def _find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ...]) -> list[str]:
-    """Return a message for each option that differs from its default and has no effect in this run.
+    """Return a message for each option that was requested and has no effect in this run.
 
     rules: which options have an effect, and when; see `OptionRule`.
     """
-    found, default, sections = [], Config(), vars(config)
+    found, sections = [], vars(config)
     for options, has_effect, reason in rules:
         for option in () if has_effect(config, mesh) else options.split():
             value, name = option_value(config, option), option.replace("_", "-")
-            if value != option_value(default, option):
+            if _is_requested(name, config):
                 found.append(f"{name} {_format_value(value)} has no effect: {reason.format(**sections)}.")
     return found
+
+
+def _is_requested(name: str, config: Config) -> bool:
+    """Return whether an option asks for something: it differs from its default, or was given at its default value.
+
+    Nothing is asked for by a switch that is off and a value that is none.
+    """
+    value = option_value(config, name)
+    if value != option_value(Config(), name):
+        return True
+    return name in config.given and value is not None and value is not False
 
 
 def _format_value(value: Any) -> str:

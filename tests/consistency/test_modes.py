@@ -441,5 +441,5 @@ def test_tied_embeddings_of_many_replicas_of_a_pipeline_are_refused():
     local = {"consistency__mode": "local", "consistency__h": 6}
     config = small_config(None, None, mesh__pp=2, model__num_layers=2, model__tie_embeddings=True, **local)
     validate(config, 4)
-    with pytest.raises(UserError, match="merges 3 replicas, .* give --no-model.tie-embeddings"):
+    with pytest.raises(UserError, match="merges 3 replicas, .* give --model.no-tie-embeddings"):
         validate(config, 6)

@@ -241,7 +241,7 @@ def test_a_pipe_is_refused(pipe):
 
 def test_a_short_text_is_refused_with_all_numbers_and_the_option_to_change(tmp_path):
     path = write(tmp_path / "short.txt", b"x" * 500)
-    with refused("500 bytes", "450 to train", "50 held out", "--data.seq_len 128", "129 bytes", "1290", "at most 49"):
+    with refused("500 bytes", "450 to train", "50 held out", "--data.seq-len 128", "129 bytes", "1290", "at most 49"):
         corpus.open_corpus(path=path, seq_len=128)
     assert corpus.open_corpus(path=path, seq_len=49).held_out.size == 50
     with refused("19 bytes", "1 held out", "2 bytes"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minidist.config import Config, to_toml
+from minidist.config import Config, option_fields, to_toml
 from minidist.errors import UserError
 from minidist.tools.config_file import parse_config_text, read_config_file
 from minidist.validation import validate
@@ -82,7 +82,7 @@ def test_a_configuration_round_trips_through_toml(path):
 
 def test_every_field_is_written():
     text = to_toml(Config())
-    for section in dataclasses.fields(Config):
+    for section in option_fields(Config):
         value = getattr(Config(), section.name)
         if not dataclasses.is_dataclass(value):
             assert re.search(rf"^{section.name} = ", text, re.MULTILINE)
@@ -114,7 +114,14 @@ def test_a_file_changes_only_what_it_names():
         ("[optim]\nkind = 'adam'", "optim.kind is 'adam'; did you mean adamw\\? possible: adamw, sgd"),
         ("[data]\npath = 3", "data.path is 3, a whole number; it must be a text"),
         ("[data]\nshares = 3", "data.shares is 3, a whole number; it must be a list of numbers"),
-        ("train = 3", r"train is a section, not a value: write \[train\]"),
+        ("train = 3", r"train is a section, not a value: write \[train\] and its fields below$"),
+        ("zero = 1", r"zero is a section, .* fields below; did you mean zero.stage\?"),
+        ("rank = 2", r"there is no option rank; did you mean ranks\?"),
+        ("zzz = 2", r"there is no option zzz; possible: ranks, model, data"),
+        ("lr = 1.0", r"there is no option lr; did you mean optim.lr\?"),
+        ("bf16 = true", r'there is no option bf16; did you mean precision.policy = "bf16"\?'),
+        ("[train]\nbatch_size = 4", r"there is no option train.batch_size; did you mean train.global_batch\?"),
+        ("[optim]\nwarmup = 4", r"there is no option optim.warmup; did you mean optim.warmup_steps\?"),
         ("[train", "f.toml is not a TOML file"),
     ],
 )

@@ -85,7 +85,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"engine": "simple", "zero__stage": 2, "zero__keep_gradients": True},
-            r"engine is simple, which cannot run zero.keep-gradients true: give --no-zero.keep-gradients, or",
+            r"engine is simple, which cannot run zero.keep-gradients true: give --zero.no-keep-gradients, or",
         ),
         (
             2,
@@ -95,7 +95,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"engine": "simple", "zero__stage": 3, "fault__live_recovery": True},
-            r"engine is simple, .* fault.live-recovery true with zero.stage 3: give --no-fault.live-recovery, or",
+            r"engine is simple, .* fault.live-recovery true with zero.stage 3: give --fault.no-live-recovery, or",
         ),
         (
             2,

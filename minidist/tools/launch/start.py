@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_count
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
@@ -68,6 +68,27 @@ def choose_ranks(config: Config, requested: int | None) -> int:
     return choose_default_ranks(config) if requested is None else requested
 
 
+def choose_device(config: Config, ranks: int) -> str:
+    """Return the device that "auto" means for `ranks` ranks of this machine, else `config.device` as it is."""
+    if config.device != "auto":
+        return config.device
+    gpus = count_gpus()
+    return "cuda" if gpus and (ranks <= gpus or has_own_gpu(gpus)) else "cpu"
+
+
+def check_offload(config: Config, device: str, ranks: int, instead: str = "") -> None:
+    """Raise UserError if `config` offloads to the host and its ranks, on `device`, run there already.
+
+    instead: what else the user may do, as the end of a sentence.
+    """
+    if config.zero.offload and device == "cpu":
+        raise UserError(
+            "zero.offload true has no effect: it moves master weights and optimizer states from a GPU to the host, and "
+            f"the {format_count(ranks, 'rank runs', 'ranks run')} on the CPU (--device {config.device}). Leave "
+            f"--zero.offload out{instead}."
+        )
+
+
 def resolve_device(config: Config, ranks: int) -> str:
     """Return the device for `ranks` ranks of this machine: "cpu", "cuda" (one GPU per rank) or "cuda:N" (shared).
 
@@ -82,7 +103,7 @@ def resolve_device(config: Config, ranks: int) -> str:
             raise UserError(format_too_few_gpus_message(ranks, gpus))
         device = "cuda" if gpus else None
     else:
-        device = "cuda" if gpus and (ranks <= gpus or has_own_gpu(gpus)) else "cpu"
+        device = choose_device(config, ranks)
     if device is None:
         raise UserError(f"--device {requested}: torch sees {gpus} GPUs here. Give --device cpu.")
     if backend == "nccl" and (device == "cpu" or (device != "cuda" and ranks > 1)):
@@ -90,11 +111,7 @@ def resolve_device(config: Config, ranks: int) -> str:
             f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {device} and "
             f"{gpus} GPUs. Give --comm.backend gloo, or leave it out."
         )
-    if config.zero.offload and device == "cpu":
-        raise UserError(
-            "zero.offload true has no effect: it moves master weights and optimizer states from a GPU to the host, and "
-            f"the {ranks} ranks run on the CPU (--device {requested}). Leave --zero.offload out."
-        )
+    check_offload(config, device, ranks)
     if backend == "shm" and device != "cpu":
         raise UserError(
             f"--comm.backend shm is for ranks on CPU; here they are on {device}. Give --device cpu as well."

@@ -107,7 +107,7 @@ class Trainer:
         self._check_same_corpus()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self.start_notes = run.path, []
+        self.folder, self.start_notes = run.path, run.describe_unfinished_saves()
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
         self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         try:
@@ -124,6 +124,8 @@ class Trainer:
         self.engine = Engine(
             parallelize(model.to(self.world.device), self.groups, config), self.groups, config.optim, config.train.seed
         )
+        # The ranks do not meet in every step, so that rank 0 must be able to complete a checkpoint alone.
+        self.saver.writes_entries = self.engine.control is not self.control
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
@@ -264,6 +266,8 @@ class Trainer:
         step, train, stopped = self.progress.step, self.config.train, result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
+        elif path := self.saver.commit_if_written():
+            self._report_checkpoint(path)
         if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
         for observer in self.observers:
@@ -353,6 +357,12 @@ class Trainer:
                 path = self.saver.finish_save()
         except RunError as error:
             self._note_failed_save(error, fatal)
+            return
+        self._report_checkpoint(path)
+
+    def _report_checkpoint(self, path: Path) -> None:
+        """Tell the observers about a complete checkpoint, once; on rank 0, delete the old ones first."""
+        if folders.parse_step(path) == self._saved_step:
             return
         if self.world.rank == 0:
             how = self.config.checkpoint

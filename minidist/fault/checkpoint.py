@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError
 from minidist.fault import folders, shards
 from minidist.fault.agree import ErrorOnAnyRank, GatherObjects, gather_single_rank, run_on_all_ranks
 from minidist.fault.index import (
@@ -290,7 +290,7 @@ def load_checkpoint(
     saved tensor whose name starts with it must be loaded by some rank; "" means all tensors. With "params/", a model
     can be loaded without its optimizer.
     Raises, the same on all ranks and before any tensor is written, DamagedError if the checkpoint is damaged (naming an
-    intact one), or UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
+    intact one), or MisfitError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
     later.
     """
     path, local_shards = Path(path), list(local_shards)
@@ -385,7 +385,7 @@ def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
         more = ", ..." if len(extra) > 4 else ""
         problems.append(f"no place here for {len(extra)} of its tensors: {', '.join(extra[:4])}{more}")
     if problems:
-        raise UserError(
+        raise MisfitError(
             "\n  ".join([f"{index.path} does not fit this run:", *problems])
             + "\nUse the model, optimizer and precision it was saved with, or start a new run."
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 from minidist.fault.checkpoint import read_index
 from minidist.fault.folders import parse_step
-from minidist.tools.config_file import parse_checkpoint_config
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
 from minidist.tools.console.entropy import entropy_rate
 from minidist.tools.console.goodput import USEFUL, TimeAccounts
@@ -23,6 +22,7 @@ from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
+from minidist.train.resume import parse_checkpoint_config
 from minidist.train.run_folder import find_run_folder
 from minidist.train.trainer import Trainer, without_run_options
 

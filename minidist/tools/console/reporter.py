@@ -230,6 +230,7 @@ def _create_view(trainer: Trainer) -> PlainView:
     header = [
         f"{ranks}{backend}, {trainer.mesh}; model of {config.model.num_parameters():,} parameters",
         trainer.corpus.describe(),
+        *([trainer.corpus.left_out] if trainer.corpus.left_out else []),
         f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
         f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; "
         f"run folder {trainer.folder}",

@@ -290,6 +290,9 @@ class CheckpointConfig:
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and
     if --folder holds a run with the same options; else a new run."""
+    inherit: bool = True
+    """With a checkpoint or run folder in checkpoint.resume: options that are not given take their values from the run
+    that saved the checkpoint. In Python, an option counts as given if its value is not the default."""
 
 
 @dataclass(frozen=True)

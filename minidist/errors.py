@@ -21,6 +21,10 @@ class DamagedError(UserError):
     """Raised if files of a checkpoint are missing, unreadable, or differ from those that were written."""
 
 
+class MisfitError(UserError):
+    """Raised if the tensors of a checkpoint are not those that are to be loaded: other names, shapes or dtypes."""
+
+
 class RunError(Exception):
     """Raised if a valid run failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
 

@@ -222,14 +222,14 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     The TOML file overrides the run to resume, which overrides the defaults.
     """
     from minidist.tools.config_file import read_config_file, read_rank_count
-    from minidist.tools.launch.resume import read_resumed_config
     from minidist.tools.launch.torchrun import is_under_torchrun
+    from minidist.train.resume import read_resumed_config
 
     file, base = _value_of(argv, "--config"), Config()
     resume = _value_of(argv, "--checkpoint.resume")
     if resume is None and file is not None:
         resume = read_config_file(Path(file)).checkpoint.resume
-    if resume not in (None, "None", "none", "auto", Path("auto")):
+    if resume not in (None, "None", "none", "auto", Path("auto")) and "--checkpoint.no-inherit" not in argv:
         base = read_resumed_config(Path(resume))
     if file is None:
         return base, None

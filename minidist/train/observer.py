@@ -45,7 +45,10 @@ class Observer:
         """Called before a checkpoint is saved; may raise RunError on all ranks to end the run without it."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Called when a checkpoint is complete. path: its folder."""
+        """Called when a checkpoint is complete. path: its folder.
+
+        Rank 0 may call it some steps before the other ranks, so this method must not communicate.
+        """
 
     def on_note(self, line: str) -> None:
         """Called with each line of text that the trainer or another observer passed to `Trainer.send_note`."""

@@ -50,6 +50,16 @@ def make_optimizer(
     return made
 
 
+def optimizer_state_names(kind: str, name: str, dims: int) -> tuple[str, ...]:
+    """Return the names of the states that the optimizer keeps for a parameter; SGD without momentum keeps none.
+
+    kind: as `OptimConfig.kind`. name, dims: the parameter's global name and its number of dimensions.
+    """
+    if kind == "sgd" or (kind == "muon" and is_hidden_matrix(name, dims)):
+        return ("momentum_buffer",)
+    return ("step", "exp_avg", "exp_avg_sq")
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, base_lr: float) -> None:
     """Set the learning rate of every parameter group to `base_lr` times its `lr_ratio`."""
     for group in optimizer.param_groups:

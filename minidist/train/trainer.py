@@ -18,10 +18,11 @@ from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError
 from minidist.fault import checkpoint, folders
 from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
+from minidist.fault.index import Index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -30,7 +31,7 @@ from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer, Recovery, RegroupRequested
-from minidist.train.resume import check_resumable
+from minidist.train.resume import ChangedOption, check_resumable, inherit_options, load_first_intact
 from minidist.train.same_program import check_same_program
 from minidist.train.schedule import learning_rate
 from minidist.validation import validate
@@ -89,6 +90,7 @@ class Trainer:
         meter: Meter | None = None,
         recovery: Recovery | None = None,
     ):
+        config = inherit_options(config)
         self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
         self.mesh = validate(config, world.size)
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
@@ -107,7 +109,7 @@ class Trainer:
         self._check_same_corpus()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self.start_notes = run.path, []
+        self.folder, self.start_notes = run.path, run.describe_unfinished_saves()
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
         self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         try:
@@ -124,6 +126,8 @@ class Trainer:
         self.engine = Engine(
             parallelize(model.to(self.world.device), self.groups, config), self.groups, config.optim, config.train.seed
         )
+        # The ranks do not meet in every step, so that rank 0 must be able to complete a checkpoint alone.
+        self.saver.writes_entries = self.engine.control is not self.control
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
@@ -264,6 +268,8 @@ class Trainer:
         step, train, stopped = self.progress.step, self.config.train, result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
+        elif path := self.saver.commit_if_written():
+            self._report_checkpoint(path)
         if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
         for observer in self.observers:
@@ -354,6 +360,12 @@ class Trainer:
         except RunError as error:
             self._note_failed_save(error, fatal)
             return
+        self._report_checkpoint(path)
+
+    def _report_checkpoint(self, path: Path) -> None:
+        """Tell the observers about a complete checkpoint, once; on rank 0, delete the old ones first."""
+        if folders.parse_step(path) == self._saved_step:
+            return
         if self.world.rank == 0:
             how = self.config.checkpoint
             folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
@@ -377,22 +389,25 @@ class Trainer:
 
         A damaged one is noted, and the next one tried; raises UserError if all are damaged.
         """
-        for path in checkpoints:
-            try:
-                self._load(path)
-                return path
-            except DamagedError as error:
-                if path == checkpoints[-1]:
-                    raise
-                self.start_notes.append(str(error))
-        return None
+        path, damaged = load_first_intact(checkpoints, self._load)
+        self.start_notes += damaged
+        return path
 
     def _load(self, path: Path) -> None:
-        state = self._run_on_all_ranks(lambda: self._read_state(path))
-        checkpoint.load_checkpoint(
-            path, checkpoint_state.checkpoint_shards(self.engine), self.all_gather_object, self.control.rank
-        )
-        self.after_load(state)
+        index, changed = self._run_on_all_ranks(lambda: self._read_index(path))
+        # Only another precision than that of the checkpoint, which its options give, asks for other dtypes.
+        cast = any(option.name.startswith("precision.") for option in changed)
+        shards = checkpoint_state.checkpoint_shards(self.engine)
+        try:
+            checkpoint.load_checkpoint(path, shards, self.all_gather_object, self.control.rank, cast=cast)
+        except MisfitError as error:
+            raise DamagedError(f"{path} is damaged: its tensors are not those of its own options. {error}") from error
+        self.after_load(index.state)
+        self.start_notes += [
+            f"--{option.name} is {option.now}; it was {option.before} until step {index.step}" for option in changed
+        ]
+        if cast:
+            self.start_notes.append(f"{path} is converted to the dtypes of this precision")
 
     def after_load(self, state: dict[str, Any]) -> None:
         """Collective: continue from a state whose tensors have just been loaded. state: the `Index.state`."""
@@ -401,16 +416,16 @@ class Trainer:
             self.engine.scaler.load_state_dict(state["loss_scaler"])
         self.progress = Progress(state["step"], state["position"])
 
-    def _read_state(self, path: Path) -> dict[str, Any]:
+    def _read_index(self, path: Path) -> tuple[Index, list[ChangedOption]]:
         index = checkpoint.read_index(path)
-        check_resumable(index, self.config, self.corpus)
+        changed = check_resumable(index, self.config, self.corpus)
         if (saved := index.state.get("replicas", 1)) != (replicas := self.config.num_replicas(self.mesh)):
             raise UserError(
                 f"{path} has the state of {saved} replicas, this run has {replicas}: give --consistency.replicas "
                 f"{saved}, or start a new run."
             )
         checkpoint_state.create_optimizer_states(self.engine, index.tensors)
-        return index.state
+        return index, changed
 
     def _check_same_corpus(self) -> None:
         found = self.all_gather_object((self.corpus.fingerprint, self.corpus.describe()))
@@ -423,8 +438,8 @@ class Trainer:
 
 
 def without_run_options(config: Config) -> Config:
-    """Return `config` without the options of a single run: folder, checkpoint.resume, fault.inject, trace, memory."""
-    once = dataclasses.replace(config.checkpoint, resume=None)
+    """Return `config` without the options of a single run: folder, what to resume, fault.inject, trace, memory."""
+    once = dataclasses.replace(config.checkpoint, resume=None, inherit=True)
     fault = dataclasses.replace(config.fault, inject=None)
     return dataclasses.replace(
         config, folder=None, checkpoint=once, fault=fault, trace=TraceConfig(), memory=MemoryConfig()

@@ -118,7 +118,13 @@ def test_a_folder_gives_every_text_file_and_nothing_else(tmp_path, pipe):
     write(tmp_path / "empty.txt", b"")
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git" / "config", b"[core]" * 9)
-    assert [d.name for d in documents.read_text_files(tmp_path)] == ["plain"]
+    read, left_out = documents.read_text_files(tmp_path)
+    assert [d.name for d in read] == ["plain"]
+    assert left_out == (
+        f"--data.path {tmp_path}: 2 of 4 files are left out: 2 not UTF-8 text, first binary.bin (byte 3 is 0, as in a "
+        "binary file)"
+    )
+    assert corpus.load_text_corpus(tmp_path).left_out == left_out
 
 
 def test_a_moved_folder_keeps_its_fingerprint(tree, tmp_path):
@@ -232,6 +238,21 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
         corpus.load_text_corpus(tmp_path / "secret.txt")
     with refused("1 cannot be read"):
         corpus.load_text_corpus(tmp_path)
+
+
+def test_unreadable_files_of_a_folder_are_left_out_with_a_word(tmp_path, monkeypatch):
+    real = Path.open
+
+    def forbidden(path, *mode):
+        if "secret" in path.name:
+            raise PermissionError(13, "Permission denied")
+        return real(path, *mode)
+
+    for name in ("secret-b", "secret-a", "text"):
+        write(tmp_path / name, b"text" * 9)
+    monkeypatch.setattr(Path, "open", forbidden)
+    left_out = corpus.load_text_corpus(tmp_path).left_out
+    assert left_out.endswith(": 2 of 3 files are left out: 2 unreadable, first secret-a (Permission denied)")
 
 
 def test_a_pipe_is_refused(pipe):

@@ -14,8 +14,8 @@ from minidist.train.checkpoint_state import copy_first_replica
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
 from tests.helpers.small_run import DEADLINE_S, read_checkpoint, read_metrics, train_small, with_changes
 
-# `make test` runs six of these tests: the first one, and `QUICK`. What the ranks agree on is tested without processes
-# in test_membership.
+# `make test` runs seven of these tests: the first one, that of a step which rank 0 has not recorded, and `QUICK`. What
+# the ranks agree on is tested without processes in test_membership.
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.
@@ -128,6 +128,13 @@ def test_every_layout_survives(server, undisturbed, tmp_path, layout, script):
     config = recovery_config(tmp_path / "run", **FP64, **LAYOUTS[layout])
     run_script(server, config, SCRIPTS[script], backend=backend, max_restarts=4)
     check_equals_undisturbed(undisturbed, config)
+
+
+def test_a_step_that_rank_0_has_not_recorded_when_it_dies_is_recorded_by_the_others(server, tmp_path):
+    """Although they have completed it, with their own part of the report."""
+    config = recovery_config(tmp_path / "run", memory_every=0)
+    run_script(server, config, Script((Kill(0, 4, "row"),)), ranks=2)
+    assert [row["step"] for row in read_metrics(config.folder) if "loss" in row] == list(range(1, 9))
 
 
 @pytest.mark.exhaustive

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from minidist.config import Config, option_fields, to_toml
+from minidist.config_text import parse_config_text
 from minidist.errors import UserError
-from minidist.tools.config_file import parse_config_text, read_config_file
+from minidist.tools.config_file import read_config_file
 from minidist.validation import validate
 from tests.helpers.small_run import with_changes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minidist.config import Config, to_toml
 from minidist.errors import RunError
-from minidist.tools.console.goodput import has_valid_accounts
+from minidist.tools.console.goodput import has_valid_accounts, is_end_of_complete_run
 from minidist.tools.output_files import write_atomically
 from minidist.train.run_folder import describe_last_checkpoint
 
@@ -18,23 +18,33 @@ class MetricsFile:
     It writes {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log
     step, {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that
     resumes at step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later
-    ones. Lines that are no rows of this trainer stay in the file as they are.
+    ones. Lines that are no rows of this trainer stay in the file as they are. Nothing is written if the run of this
+    folder is complete, so that there is nothing to do.
     rows: the rows of the file. earlier_rows: all rows that the previous attempt has left, also those that are dropped.
-    Raises RunError if the file cannot be read or the folder is not writable.
+    is_complete: whether the run had been trained and evaluated to its last step before. Raises RunError if the file
+    cannot be read or the folder is not writable.
     """
 
     def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
         self.path = folder / "metrics.jsonl"
         with convert_write_errors(folder):
             lines = _read_lines((source or folder) / self.path.name)
+            self.earlier_rows = [row for _, row in lines if row is not None]
+            is_own = source is None or source.resolve() == folder.resolve()
+            self.is_complete = is_own and start == config.train.steps and is_end_of_complete_run(self.earlier_rows)
             kept = [(line, row) for line, row in lines if row is None or (start and _is_kept(row, start))]
-            write_atomically(self.path, b"".join(line + b"\n" for line, _ in kept))
-            write_atomically(folder / "config.toml", to_toml(config))
-        self.earlier_rows = [row for _, row in lines if row is not None]
+            if not self.is_complete:
+                write_atomically(self.path, b"".join(line + b"\n" for line, _ in kept))
+                write_atomically(folder / "config.toml", to_toml(config))
         self.rows = [row for _, row in kept if row is not None]
 
     def write_row(self, row: dict) -> None:
-        """Append `row` to the file as a line of JSON. Raises RunError if the file cannot be written."""
+        """Append `row` to the file as a line of JSON, unless the run was complete before.
+
+        Raises RunError if the file cannot be written.
+        """
+        if self.is_complete:
+            return
         self.rows.append(row)
         with convert_write_errors(self.path.parent), self.path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")

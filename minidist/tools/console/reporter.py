@@ -11,7 +11,6 @@ from typing import Any
 
 from minidist.fault.checkpoint import read_index
 from minidist.fault.folders import parse_step
-from minidist.tools.config_file import parse_checkpoint_config
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
 from minidist.tools.console.entropy import entropy_rate
 from minidist.tools.console.goodput import USEFUL, TimeAccounts
@@ -23,6 +22,7 @@ from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
+from minidist.train.resume import parse_checkpoint_config
 from minidist.train.run_folder import find_run_folder
 from minidist.train.trainer import Trainer, without_run_options
 
@@ -53,7 +53,10 @@ class RunReporter(Observer):
             if _is_after_recovery(trainer):
                 starting = gap = "live recovery"
             self._accounts.continue_from(self._file.earlier_rows, step, gap)
+            self._accounts.is_closed = self._file.is_complete
             self._view = _create_view(trainer)
+            if self._file.is_complete:
+                self._view.print_note(f"the run in {trainer.folder} is complete: its records stay as they are")
             for warning in _find_run_warnings(trainer):
                 self._view.print_note(warning)
             self._accounts.charge(starting)
@@ -141,15 +144,16 @@ class RunReporter(Observer):
         if trainer.config.data.path is None and trainer.config.data.source == "synthetic":
             baselines["best possible"] = entropy_rate()
         self._accounts.charge("reporting")
-        row = {"end": summary["step"], "staleness": staleness} if staleness else {"end": summary["step"]}
+        row = {"end": summary["step"], "complete": not stopped} | ({"staleness": staleness} if staleness else {})
         self._file.write_row(row | self._accounts.as_row())
         summary["goodput"] = self._accounts.goodput
         self._view.close()
         self._view.print_note(self._accounts.describe())
         if staleness:
             self._view.print_note(_describe_staleness(staleness))
-        with convert_write_errors(trainer.folder):
-            draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
+        if not self._file.is_complete:
+            with convert_write_errors(trainer.folder):
+                draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
         if stopped:
             step, last = summary["step"], trainer.config.train.steps
             then = f"go on with --checkpoint.resume {trainer.folder}"
@@ -226,6 +230,7 @@ def _create_view(trainer: Trainer) -> PlainView:
     header = [
         f"{ranks}{backend}, {trainer.mesh}; model of {config.model.num_parameters():,} parameters",
         trainer.corpus.describe(),
+        *([trainer.corpus.left_out] if trainer.corpus.left_out else []),
         f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
         f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; "
         f"run folder {trainer.folder}",

@@ -30,6 +30,7 @@ from minidist.tools.launch.torchrun import (
 )
 from minidist.tools.output_files import check_output_files
 from minidist.train import run_folder
+from minidist.train.resume import inherit_options
 
 if TYPE_CHECKING:
     from minidist.comm import World
@@ -126,6 +127,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
     program: the function that every rank runs, `program(world, config, *extra_args)`; None for the trainer.
     Raises UserError before any rank starts if the run is impossible, RunError if the run fails.
     """
+    config = inherit_options(config)
     if is_under_torchrun():
         if ranks is not None:
             raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")

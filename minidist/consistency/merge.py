@@ -26,7 +26,8 @@ class ReplicaMerger:
 
     A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
     the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
-    coordinates in each replica. replica: the number of this rank's replica.
+    coordinates in each replica. replica: the number of this rank's replica. equal_fragments: those that the last step's
+    merge made equal in all replicas; gossip does so after the last step only.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
@@ -39,6 +40,7 @@ class ReplicaMerger:
         ]
         self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
+        self.equal_fragments: frozenset[int] = frozenset()
         self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
         self._velocity = [torch.zeros_like(start) for start in self._start]
 
@@ -48,6 +50,10 @@ class ReplicaMerger:
             for masters, flat in zip(self._fragments, states, strict=False):  # none but for DiLoCo
                 for name, part in _parts(masters, flat):
                     yield kind, name, part
+
+    def is_equal(self, name: str) -> bool:
+        """Return whether the last step's merge made this parameter equal in all replicas."""
+        return self._config.fragment_of(name) in self.equal_fragments
 
     def merge_if_due(
         self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
@@ -63,6 +69,7 @@ class ReplicaMerger:
         self._stop_requested |= result.stop_requested
         self._regroup_requested |= result.regroup_requested
         due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
+        self.equal_fragments = frozenset()
         if not due:
             return replace(result, stop_requested=False, regroup_requested=False, checkpoint_written=False), False
         own = self.tokens[due].tolist()
@@ -79,6 +86,8 @@ class ReplicaMerger:
                 for name in self._fragments[fragment] if self._config.reset_moments else ():
                     for state in optimizer_states.get(self._masters.get(name), {}).values():
                         state.zero_()
+        if self._config.mode != "gossip" or step + 1 == self._num_steps:
+            self.equal_fragments = frozenset(at for at, total in zip(due, totals, strict=True) if total > 0)
         all_written = written == self._group.size
         agreed = replace(
             result, stop_requested=stops > 0, regroup_requested=regroups > 0, checkpoint_written=all_written

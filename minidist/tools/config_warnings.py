@@ -22,7 +22,11 @@ _REFUSED: tuple[OptionRule, ...] = (
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
     ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
     ("fault.digest_every", lambda c, m: not c.consistency.is_asynchronous,
-     "the ranks of consistency.mode {consistency.mode} hold different parameters"),
+     "in consistency.mode {consistency.mode} each rank has the parameters of its own last pull, which differ from "
+     "those of the others, and only the server has optimizer states, so no two ranks hold tensors that must be equal"),
+    ("fault.digest_every", lambda c, m: c.consistency.mode != "gossip" or c.replica_mesh(m).world_size > 1,
+     "in consistency.mode gossip the replicas differ until the last step, and each of them has one rank here, so no "
+     "two ranks hold tensors that must be equal"),
     ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
     ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
      "ranks are not replaced: give --fault.live-recovery"),
@@ -86,6 +90,11 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
         found.append(
             f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
             f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
+        )
+    if config.fault.digest_every and config.consistency.mode == "gossip":
+        found.append(
+            f"fault.digest-every {config.fault.digest_every} compares the ranks inside each of the "
+            f"{config.num_replicas(mesh)} replicas: under gossip the replicas themselves differ until the last step."
         )
     return found + find_zero_warnings(config, mesh)
 

@@ -293,9 +293,10 @@ class Trainer:
         with self.groups.meter.span("evaluation"):
             batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
+        num_models = 1 if self.engine.merger is None else self.engine.merger.num_different_models
         if loss is not None:
             for observer in self.observers:
-                observer.on_evaluation(self.progress.step, loss)
+                observer.on_evaluation(self.progress.step, loss, num_models)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:

@@ -97,12 +97,13 @@ class RunReporter(Observer):
             self._view.print_note(f"rank {rank} is a straggler: the others wait {excess_ms:.0f} ms per step for it")
         self._straggler = rank
 
-    def on_evaluation(self, step: int, loss: float) -> None:
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
         """On rank 0, display the held-out loss, in nats per token, and write it to metrics.jsonl."""
         self._accounts.charge("evaluation")
         if self._view:
-            self._view.show_held_out_loss(step, loss)
-            self._file.write_row({"step": step, "held_out_loss": loss} | self._accounts.as_row())
+            self._view.show_held_out_loss(step, loss, num_models)
+            models = {"held_out_models": num_models} if num_models > 1 else {}
+            self._file.write_row({"step": step, "held_out_loss": loss} | models | self._accounts.as_row())
         self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:

@@ -8,7 +8,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
-from minidist.tools.chaos.faults import parse_fault
+from minidist.tools.chaos.faults import Fault, parse_fault
 from minidist.train.schedule import learning_rate
 from minidist.validation import option_value, validate
 
@@ -76,7 +76,7 @@ def validate_options(config: Config, world_size: int) -> Mesh:
     mesh = validate(config, world_size)
     _check_steps(config)
     if config.fault.inject is not None:
-        parse_fault(config.fault.inject, world_size)
+        _check_fault(config, parse_fault(config.fault.inject, world_size))
     for message in _find_unused_options(config, mesh, _REFUSED):
         raise UserError(f"{message} Leave --{message.split()[0]} out.")
     return mesh
@@ -137,6 +137,16 @@ def describe_learning_rate_jump(before: Config, config: Config, step: int) -> st
         f"checkpoint ({schedules[0]}) it would be {was:.2e}. To extend runs without such a jump, train them with "
         "--optim.schedule constant or wsd."
     )
+
+
+def _check_fault(config: Config, fault: Fault) -> None:
+    """Raise UserError for a fault in the reduced gradient on a rank that has none: with a central server, a worker."""
+    server = config.consistency.server
+    if config.consistency.mode == "central" and (fault.kind, fault.phase) == ("nan", "agree") and fault.rank != server:
+        raise UserError(
+            f"fault.inject names rank {fault.rank} for a NaN in the reduced gradient (agree), and in consistency.mode "
+            f"central only the server, rank {server}, has it: name rank {server}, or the phase backward."
+        )
 
 
 def _check_steps(config: Config) -> None:

@@ -75,7 +75,9 @@ class RunReporter(Observer):
         """Collective: if a row of metrics is due after this step, collect it from all ranks; rank 0 prints and writes
         it."""
         step, accounts = trainer.progress.step, self._accounts
-        accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
+        # Where ranks decide on their own steps, one without samples leaves its step to the others.
+        is_idle = trainer.engine.control is not trainer.control and result.num_tokens == 0
+        accounts.charge(USEFUL if result.update_successful or is_idle else "skipped steps", self._step_end_s)
         accounts.charge("saving")
         accounts.step, every = step, trainer.config.checkpoint.every
         if every and step % every == 0:

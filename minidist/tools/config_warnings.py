@@ -96,6 +96,18 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
             f"fault.digest-every {config.fault.digest_every} compares the ranks inside each of the "
             f"{config.num_replicas(mesh)} replicas: under gossip the replicas themselves differ until the last step."
         )
+    how = config.consistency
+    if how.merges_replicas and config.num_replicas(mesh) == 1:
+        effect = (
+            "its outer step is along this replica's own difference" if how.mode == "diloco" else "it merges nothing"
+        )
+        found.append(
+            f"consistency.mode {how.mode} has one replica here, {mesh}: {effect}. For more replicas, give mesh.dp a "
+            "larger size and the other axes smaller ones, or start more ranks."
+            if mesh.dp == 1
+            else f"consistency.mode {how.mode} has one replica here (consistency.replicas 1): {effect}. Leave "
+            f"--consistency.replicas out for {mesh.dp} replicas."
+        )
     return found + find_zero_warnings(config, mesh)
 
 
@@ -103,9 +115,11 @@ def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Return warnings, as text, if the run's ZeRO stage costs communication and saves little memory on this mesh."""
     zero, found, ranks = config.zero, [], config.zero.shard_group_size(config.replica_mesh(mesh))
     if zero.stage and ranks == 1:
+        replicas = config.num_replicas(mesh)
+        where = f"each of the {replicas} replicas of consistency.mode {config.consistency.mode} has " * (replicas > 1)
         found.append(
-            f"zero.stage {zero.stage} shards nothing here: dp x cp = 1, so each part of the model is on one rank only. "
-            "It costs nothing and saves nothing."
+            f"zero.stage {zero.stage} shards nothing here: {where}dp x cp = 1, so each part of the model is on one "
+            f"rank only{' of a replica' * (replicas > 1)}. It costs nothing and saves nothing."
         )
     micro_batches = config.train.micro_batches
     if zero.stage == 2 and mesh.pp > 1 and not zero.keep_gradients and ranks > 1:

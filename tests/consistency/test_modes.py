@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from minidist.mesh import Mesh
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
-from minidist.tools.config_warnings import validate_options
+from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.tools.console.lines import describe_models
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.engine import Engine
@@ -500,6 +501,29 @@ def test_settings_that_cannot_work_are_refused(size, changes, message):
     config = with_changes(small_config(None, None), **{f"consistency__{name}": v for name, v in changes.items()})
     with pytest.raises(UserError, match=message):
         validate_options(with_changes(config, train__steps=600), size)
+
+
+@pytest.mark.parametrize(
+    "size, changes, warning",
+    [
+        (
+            2,
+            {"zero__stage": 1},
+            "zero.stage 1 shards nothing here: each of the 2 replicas of .* local has dp x cp = 1",
+        ),
+        (
+            4,
+            {"mesh__pp": 4, "model__num_layers": 4},
+            "mode local has one replica here, mesh pp=4 x dp=1 .*: it merges",
+        ),
+        (2, {"consistency__replicas": 1}, "one replica here .*: it merges nothing. Leave --consistency.replicas out"),
+        (1, {"consistency__mode": "diloco"}, "mode diloco has one replica here, .*: its outer step is along this repl"),
+    ],
+)
+def test_a_run_says_that_there_is_nothing_to_merge_or_to_shard(size, changes, warning):
+    config = small_config(None, None, **{"consistency__mode": "local", "consistency__h": 3} | changes)
+    [found] = find_warnings(config, validate_options(config, size))
+    assert re.search(warning, found), found
 
 
 @pytest.mark.parametrize(

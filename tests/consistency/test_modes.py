@@ -412,11 +412,18 @@ def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, si
     assert all(torch.equal(one[n], one[f"replica-1.{n}"]) for n in one if n.startswith("params/"))
 
 
-def test_a_stop_between_merges_takes_effect_after_the_next(ranks, tmp_path, text):
-    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0}
+@pytest.mark.parametrize("log_every, stops_at", [(2, 2), (100, 3)])
+def test_a_stop_between_merges_takes_effect_at_the_next_log_line_or_merge(ranks, tmp_path, text, log_every, stops_at):
+    """The stop is requested of one rank in the first step; the state between two merges is saved."""
+    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0, "train__log_every": log_every}
     config = make_config(tmp_path / "run", text, **how)
-    summaries = ranks(train_small, 2, config, 1)
-    assert [summary["step"] for summary in summaries] == [3, 3] and summaries[0]["stopped"]
+    summaries = ranks(train_until_stop_of_rank_1, 2, config)
+    assert [summary["step"] for summary in summaries] == [stops_at] * 2 and summaries[0]["stopped"]
+    assert (config.folder / "checkpoints" / f"step-{stops_at:08d}").is_dir()
+
+
+def train_until_stop_of_rank_1(world, config):
+    return train_small(world, config, 1 if world.rank == 1 else None)
 
 
 def refusal(world, config):

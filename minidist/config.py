@@ -319,7 +319,9 @@ class FaultConfig:
     save: copy, write, rename. No fault when not given, nor after a restart by torchrun."""
     digest_every: int = 0
     """Compare the replicas of all parameters and optimizer states every this many steps, and before every checkpoint,
-    by a hash of their bits; the run ends if they differ. 0: never."""
+    by a hash of their bits; the run ends if they differ. Replicas that train separately (local, diloco) are compared
+    after the next merge, diloco's outer states every time; those of gossip, which stay different, only inside. 0:
+    never."""
     repair: bool = False
     """If most replicas of a tensor are equal, overwrite the differing ones and go on, instead of ending the run."""
 

@@ -30,11 +30,13 @@ _RANGES: dict[tuple[float, float], str] = {
     (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
     "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
     "data.seq-len consistency.h consistency.replicas consistency.fragments",
-    (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction consistency.outer-momentum",
+    (0, 1): "optim.min-lr-fraction optim.decay-fraction",
     (0, 2**63 - 1): "train.seed",
     (1, 20): "optim.muon-steps",
     (1e-30, 1e30): "precision.initial-scale",  # float32 can represent the scales around these bounds too
 }
+# Decay rates: with 1 a moving average would never forget its first value, and a momentum never decay.
+_BELOW_ONE = "optim.betas optim.momentum optim.muon-momentum consistency.outer-momentum"
 _POSITIVE = (
     "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.timeout-s comm.hang-limit-s "
     "consistency.outer-lr"
@@ -79,10 +81,12 @@ def validate_numbers(config: Config) -> None:
         value = option_value(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
-    if not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise UserError(
-            f"optim.betas is {config.optim.betas}; both must be 0 or more and below 1: change --optim.betas."
-        )
+    for name in _BELOW_ONE.split():
+        value = option_value(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(0 <= number < 1 for number in values):
+            needed = f"{'both ' if len(values) > 1 else 'it '}must be 0 or more and below 1"
+            raise UserError(f"{name} is {value}; {needed}: change --{name}.")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(
             f"device is {config.device!r}; possible: auto, cpu, cuda (one GPU per rank), cuda:0 (one for all)."

@@ -5,7 +5,7 @@ Every h steps each rank merges its elements of the masters with the ranks at the
 (process group "outer"). The simple version is `simple.merge_replicas` and `simple.OuterStep`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -26,7 +26,8 @@ class ReplicaMerger:
 
     A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
     the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
-    coordinates in each replica. replica: the number of this rank's replica.
+    coordinates in each replica. replica: the number of this rank's replica. equal_fragments: those that the last step's
+    merge made equal in all replicas; gossip does so after the last step only.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
@@ -39,6 +40,7 @@ class ReplicaMerger:
         ]
         self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
+        self.equal_fragments: frozenset[int] = frozenset()
         self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
         self._velocity = [torch.zeros_like(start) for start in self._start]
 
@@ -48,6 +50,15 @@ class ReplicaMerger:
             for masters, flat in zip(self._fragments, states, strict=False):  # none but for DiLoCo
                 for name, part in _parts(masters, flat):
                     yield kind, name, part
+
+    def is_equal(self, name: str) -> bool:
+        """Return whether the last step's merge made this parameter equal in all replicas."""
+        return self._config.fragment_of(name) in self.equal_fragments
+
+    @property
+    def num_different_models(self) -> int:
+        """Number of models that the replicas hold now: 1 if the last step's merge has made all of them equal."""
+        return 1 if len(self.equal_fragments) == len(self._fragments) else self._group.size
 
     def merge_if_due(
         self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
@@ -63,22 +74,29 @@ class ReplicaMerger:
         self._stop_requested |= result.stop_requested
         self._regroup_requested |= result.regroup_requested
         due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
+        self.equal_fragments = frozenset()
         if not due:
             return replace(result, stop_requested=False, regroup_requested=False, checkpoint_written=False), False
-        own = self.tokens[due].tolist()
+        weights = torch.zeros(self._group.size, len(due), dtype=torch.float64)
+        weights[self.replica] = self.tokens[due]
         flags = self._stop_requested, self._regroup_requested, result.checkpoint_written
-        own_values = [*own, *map(float, flags)]
-        sums = torch.tensor(own_values, dtype=torch.float64, device=self._control_device)
-        all_reduce(sums, self._group, async_op=True).wait(host=True)
-        *totals, stops, regroups, written = sums.tolist()
+        values = torch.cat([weights.flatten(), torch.tensor(flags, dtype=torch.float64)]).to(self._control_device)
+        all_reduce(values, self._group, async_op=True).wait(host=True)
+        *all_weights, stops, regroups, written = values.tolist()
+        weights_by_fragment = [all_weights[at :: len(due)] for at in range(len(due))]
+        totals = [sum(weights) for weights in weights_by_fragment]
         self.tokens[due] = 0
         self._stop_requested = self._regroup_requested = False
-        for fragment, share, total in zip(due, own, totals, strict=True):
+        for fragment, weights, total in zip(due, weights_by_fragment, totals, strict=True):
             if total > 0 and self._fragments[fragment]:
-                self._merge(fragment, step, share, total)
+                self._merge(fragment, step, weights)
                 for name in self._fragments[fragment] if self._config.reset_moments else ():
                     for state in optimizer_states.get(self._masters.get(name), {}).values():
                         state.zero_()
+        if self._config.mode != "gossip":  # a fragment that nobody has trained is still equal from the merge before
+            self.equal_fragments = frozenset(due)
+        elif step + 1 == self._num_steps:
+            self.equal_fragments = frozenset(at for at, total in zip(due, totals, strict=True) if total > 0)
         all_written = written == self._group.size
         agreed = replace(
             result, stop_requested=stops > 0, regroup_requested=regroups > 0, checkpoint_written=all_written
@@ -91,16 +109,18 @@ class ReplicaMerger:
         return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
-    def _merge(self, fragment: int, step: int, own: float, total: float) -> None:
-        masters = self._fragments[fragment]
+    def _merge(self, fragment: int, step: int, weights: Sequence[float]) -> None:
+        """Collective: merge a fragment. weights: of each replica, not all 0."""
+        masters, share = self._fragments[fragment], weights[self.replica] / sum(weights)
         flat = _flatten(masters)
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
-            flat = _average_with_neighbours(flat, own, self._neighbours(step), self._group)
+            fractions = mixing_fractions(self.replica, weights, lambda replica: self._neighbours(step, replica))
+            flat = mix_with_neighbours(flat, fractions, self._neighbours(step, self.replica), self._group)
         elif not self._start:
-            flat = self._average(flat, own / total)
+            flat = self._average(flat, share)
         else:
             start, velocity = self._start[fragment], self._velocity[fragment]
-            outer_gradient = self._average(start - flat, own / total)
+            outer_gradient = self._average(start - flat, share)
             lr, momentum = self._config.outer_lr, self._config.outer_momentum
             velocity.mul_(momentum).add_(outer_gradient)
             flat = start.sub_(outer_gradient.add_(velocity, alpha=momentum), alpha=lr)
@@ -113,9 +133,9 @@ class ReplicaMerger:
         (all_reduce_int8 if self._config.exchange == "int8" else all_reduce)(flat, self._group)
         return flat
 
-    def _neighbours(self, step: int) -> list[int]:
-        """The replicas with which this replica exchanges parameters after a step."""
-        size, at = self._group.size, self._group.rank
+    def _neighbours(self, step: int, replica: int) -> list[int]:
+        """The replicas with which `replica` exchanges parameters after a step."""
+        size, at = self._group.size, replica
         if self._config.topology == "ring":
             return sorted({(at - 1) % size, (at + 1) % size} - {at})
         order = sorted(range(size), key=lambda replica: int(hash64(self._seed, step, replica)))  # random pairs
@@ -135,18 +155,46 @@ def _parts(masters: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[str, T
         yield name, part.view(master.shape)
 
 
-def _average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:
-    """Collective: return the weighted mean of `flat` (n,) over this rank and its neighbours.
+def mixing_fractions(
+    replica: int, weights: Sequence[float], neighbours_of: Callable[[int], list[int]]
+) -> dict[int, float]:
+    """Return the fraction with which each replica's values enter `replica` in a merge of gossip; they sum to 1.
 
-    weight: this rank's. neighbours: group ranks. Returns `flat` itself if no weight is above 0.
+    weights: w_i >= 0 of each replica. neighbours_of: returns the replicas that a replica exchanges values with. With
+    S_i, the sum of the weights of replica i and its neighbours, the fraction from neighbour j is w_j / max(S_i, S_j),
+    and replica i keeps the rest. What i gives to j, times w_j, then equals what j gives to i, times w_i, so a merge
+    leaves sum_i w_i theta_i unchanged, and repeated merges converge to the weighted mean (Metropolis-Hastings weights).
+    With w_j / S_i, a plain average over the neighbours, they would converge to another mean. A replica of weight 0
+    gives nothing, and takes the weighted mean of its neighbours.
     """
-    message = torch.cat([flat, flat.new_tensor([weight])])
-    arriving = [torch.empty_like(message) for _ in neighbours]
-    transfers = [P2POp("send", message, rank) for rank in neighbours]
-    transfers += [P2POp("recv", tensor, rank) for tensor, rank in zip(arriving, neighbours, strict=True)]
+    own, neighbours = weights[replica], neighbours_of(replica)
+
+    def sum_around(at: int) -> float:
+        return weights[at] + sum(weights[near] for near in neighbours_of(at))
+
+    around = sum_around(replica)
+    if not around:
+        return {replica: 1.0}
+    # The sum of a replica of weight 0 is unchanged whatever it takes.
+    fractions = {
+        near: weights[near] / (max(around, sum_around(near)) if own else around)
+        for near in neighbours
+        if weights[near] > 0
+    }
+    # 1 minus the others' fractions, in a form that is exactly w_i / S_i, the plain average, where all sums are equal.
+    rest = own / around + sum(weights[near] / around - fraction for near, fraction in fractions.items())
+    return fractions | ({replica: rest} if own else {})
+
+
+def mix_with_neighbours(flat: Tensor, fractions: Mapping[int, float], neighbours: list[int], group: Group) -> Tensor:
+    """Collective: return the sum over this rank and its neighbours of their `flat` (n,), times `fractions`.
+
+    neighbours: group ranks; this rank sends `flat` to all of them. fractions: by group rank; one that is absent does
+    not count, even if its values are not finite.
+    """
+    arriving = {rank: torch.empty_like(flat) for rank in neighbours}
+    transfers = [P2POp("send", flat, rank) for rank in neighbours]
+    transfers += [P2POp("recv", tensor, rank) for rank, tensor in arriving.items()]
     batch_send_recv(transfers, group)
-    counted = [each for each in (message, *arriving) if each[-1] > 0]
-    if not counted:
-        return flat
-    total = sum(float(each[-1]) for each in counted)
-    return sum(each[:-1] * (float(each[-1]) / total) for each in counted)
+    by_rank = arriving | {group.rank: flat}
+    return sum(by_rank[rank] * fractions[rank] for rank in sorted(fractions))

@@ -38,8 +38,12 @@ class Observer:
     def on_step(self, trainer: "Trainer", result: "StepResult") -> None:
         """Called after each step, with its outcome."""
 
-    def on_evaluation(self, step: int, loss: float) -> None:
-        """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token."""
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
+        """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token.
+
+        num_models: 1; or the number of replicas that train separately and differ now, of which each has evaluated its
+        part of the held-out text.
+        """
 
     def before_save(self, trainer: "Trainer") -> None:
         """Called before a checkpoint is saved; may raise RunError on all ranks to end the run without it."""

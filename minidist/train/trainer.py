@@ -281,7 +281,10 @@ class Trainer:
         must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
         if must_save:
             self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
-        if (must_evaluate or must_save) and not last and not stopped:  # these can take longer than a step
+        # Evaluations and saves can take longer than a step. Replicas that train separately agree on a stop at merges
+        # only, but all ranks have just met to log their metrics.
+        is_logged = self.engine.merger is not None and _is_due(step, train.log_every)
+        if (must_evaluate or must_save or is_logged) and not last and not stopped:
             stopped = any(self.all_gather_object(self._is_stop_requested()))
             if stopped:
                 self._finish_save()
@@ -299,9 +302,10 @@ class Trainer:
         with self.groups.meter.span("evaluation"):
             batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
+        num_models = 1 if self.engine.merger is None else self.engine.merger.num_different_models
         if loss is not None:
             for observer in self.observers:
-                observer.on_evaluation(self.progress.step, loss)
+                observer.on_evaluation(self.progress.step, loss, num_models)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:

@@ -2,21 +2,28 @@
 
 import collections
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from minidist.comm import Meter, bind
+from minidist.comm.group_specs import GroupSpec
 from minidist.config import OptimConfig
+from minidist.consistency.merge import mix_with_neighbours, mixing_fractions
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Loader
 from minidist.errors import UserError
+from minidist.mesh import Mesh
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
-from minidist.tools.config_warnings import validate_options
+from minidist.tools.config_warnings import find_warnings, validate_options
+from minidist.tools.console.lines import describe_models
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.engine import Engine
 from minidist.train.schedule import learning_rate
@@ -30,7 +37,15 @@ from tests.helpers.consistency_runs import (
     make_config,
     train,
 )
-from tests.helpers.small_run import read_checkpoint, small_config, train_small, with_changes, with_resume, write_text
+from tests.helpers.small_run import (
+    read_checkpoint,
+    read_metrics,
+    small_config,
+    train_small,
+    with_changes,
+    with_resume,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +243,65 @@ def test_local_sgd_is_that_of_torch_in_float32(ranks, tmp_path, text):
     assert_equal_parameters(train(ranks, 2, config), expected, rtol=1e-6, atol=1e-6)
 
 
+def mixing_matrix(weights):
+    """Gossip's mixing matrix on a ring, (replicas, replicas): a weight over the larger of two replicas' sums."""
+    size = len(weights)
+    near = [{at, (at - 1) % size, (at + 1) % size} for at in range(size)]
+    around = [sum(weights[i] for i in each) for each in near]
+    matrix = np.zeros((size, size))
+    for i in range(size):
+        for j in near[i] - {i}:
+            matrix[i, j] = weights[j] / max(around[i], around[j])
+        matrix[i, i] = 1 - matrix[i].sum()
+    return matrix
+
+
+def mix_repeatedly(world, values, weights, merges):
+    """This rank's values after many merges of gossip on a ring of all ranks."""
+    mesh = Mesh(dp=world.size)
+    groups, flat = bind(world, mesh, [GroupSpec("outer", ("dp",))]), torch.tensor([values[world.rank]])
+
+    def neighbours_of(replica):
+        return sorted({(replica - 1) % world.size, (replica + 1) % world.size})
+
+    for _ in range(merges):
+        fractions = mixing_fractions(world.rank, weights, neighbours_of)
+        flat = mix_with_neighbours(flat, fractions, neighbours_of(world.rank), groups["outer"])
+    groups.destroy()
+    return flat.item()
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 5.0), (1.0, 2.0, 3.0, 4.0, 5.0)])
+def test_gossip_converges_to_the_weighted_mean(ranks, weights):
+    """A plain average of neighbours converges to 2.346 in place of 2.25 with the first weights."""
+    values = [float(i) for i in range(len(weights))]
+    found = ranks(mix_repeatedly, len(weights), values, weights, 60)
+    assert found == pytest.approx([np.average(values, weights=weights)] * len(weights), rel=1e-4)
+
+
+@given(st.integers(1, 7), st.data())
+def test_a_merge_of_gossip_conserves_the_weighted_sum(size, data):
+    weights = data.draw(st.lists(st.integers(0, 9).map(float), min_size=size, max_size=size))
+
+    def neighbours_of(replica):
+        return sorted({(replica - 1) % size, (replica + 1) % size} - {replica})
+
+    rows = [mixing_fractions(replica, weights, neighbours_of) for replica in range(size)]
+    for replica, row in enumerate(rows):
+        assert sum(row.values()) == pytest.approx(1.0) and min(row.values()) >= 0
+        assert all(weights[other] or other == replica for other in row), "a replica without tokens counts"
+    for giver in range(size):  # all that a replica gives makes up for what it takes
+        received = sum(weights[taker] * row.get(giver, 0.0) for taker, row in enumerate(rows))
+        assert received == pytest.approx(weights[giver])
+
+
+def test_gossip_of_two_is_local_averaging(ranks, tmp_path, text):
+    how = {"optim": ADAMW, "consistency__h": 2}
+    expected = train(ranks, 2, make_config(tmp_path / "local", text, consistency__mode="local", **how))
+    found = train(ranks, 2, make_config(tmp_path / "gossip", text, consistency__mode="gossip", **how))
+    assert_equal_parameters(found, expected)
+
+
 @pytest.mark.parametrize("topology, size", [("ring", 2), ("ring", 4), ("matching", 3)])
 def test_gossip_averages_with_neighbours(ranks, tmp_path, text, topology, size):
     how = {"optim": SGD, "model__dropout": 0.0, "consistency__mode": "gossip", "consistency__h": 1}
@@ -241,11 +315,10 @@ def test_gossip_averages_with_neighbours(ranks, tmp_path, text, topology, size):
         def merge(step, models, tokens):
             flat = [[p.detach().clone() for p in model.parameters()] for model in models]
             for at, model in enumerate(models):
-                near = {at, (at - 1) % size, (at + 1) % size}
-                near = near if step < 5 else set(range(size))
+                row = mixing_matrix(tokens)[at] if step < 5 else np.divide(tokens, sum(tokens))
                 for i, parameter in enumerate(model.parameters()):
-                    values = np.average([flat[n][i] for n in near], axis=0, weights=[tokens[n] for n in near])
-                    parameter.data.copy_(torch.from_numpy(values))
+                    values = sum(fraction * flat[n][i] for n, fraction in enumerate(row))
+                    parameter.data.copy_(values)
             tokens[:] = [0] * size
 
         shorter = with_changes(config, train__steps=6)
@@ -262,6 +335,21 @@ def test_gossip_averages_with_neighbours(ranks, tmp_path, text, topology, size):
         ]
         assert len(equal) == 1, "one pair of three replicas"
     assert len([name for name in tensors if ".params/" in name]) % (size - 1) == 0
+
+
+@pytest.mark.parametrize("mode, models", [("local", [3, 1, 3, 1]), ("gossip", [3, 3, 3, 1])])
+def test_a_held_out_loss_says_of_how_many_models_it_is(ranks, tmp_path, text, mode, models):
+    """After each step of 4, with merges after steps 2 and 4."""
+    how = {"consistency__mode": mode, "consistency__h": 2, "train__steps": 4, "train__eval_every": 1}
+    config = make_config(tmp_path / "run", text, **how)
+    ranks(train_small, 3, config)
+    rows = [row for row in read_metrics(config.folder) if "held_out_loss" in row]
+    assert [row.get("held_out_models", 1) for row in rows] == models
+
+
+def test_the_displayed_held_out_loss_of_replicas_is_called_their_mean():
+    assert describe_models(1) == ""
+    assert describe_models(3) == ", the mean of 3 replicas that differ, each on its part of the text"
 
 
 # -- layouts inside a replica -----------------------------------------------------------------------------------------
@@ -324,11 +412,18 @@ def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, si
     assert all(torch.equal(one[n], one[f"replica-1.{n}"]) for n in one if n.startswith("params/"))
 
 
-def test_a_stop_between_merges_takes_effect_after_the_next(ranks, tmp_path, text):
-    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0}
+@pytest.mark.parametrize("log_every, stops_at", [(2, 2), (100, 3)])
+def test_a_stop_between_merges_takes_effect_at_the_next_log_line_or_merge(ranks, tmp_path, text, log_every, stops_at):
+    """The stop is requested of one rank in the first step; the state between two merges is saved."""
+    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0, "train__log_every": log_every}
     config = make_config(tmp_path / "run", text, **how)
-    summaries = ranks(train_small, 2, config, 1)
-    assert [summary["step"] for summary in summaries] == [3, 3] and summaries[0]["stopped"]
+    summaries = ranks(train_until_stop_of_rank_1, 2, config)
+    assert [summary["step"] for summary in summaries] == [stops_at] * 2 and summaries[0]["stopped"]
+    assert (config.folder / "checkpoints" / f"step-{stops_at:08d}").is_dir()
+
+
+def train_until_stop_of_rank_1(world, config):
+    return train_small(world, config, 1 if world.rank == 1 else None)
 
 
 def refusal(world, config):
@@ -405,6 +500,7 @@ def test_estimated_bytes_are_those_counted(ranks, text):
         (4, {"mode": "central", "server": 4}, "consistency.server is 4, and the 4 ranks of mesh .* are 0 to 3: give"),
         (4, {"mode": "local", "h": 10, "exchange": "int8"}, "consistency.exchange int8 has no effect: .*is for diloco"),
         (4, {"mode": "local", "h": 1, "fragments": 2}, "layers, merged every 1 steps. Give --consistency.fragments 1"),
+        (4, {"mode": "diloco", "h": 10, "outer_momentum": 1.0}, "momentum is 1.0; it must be 0 or more and below 1"),
         (4, {"mode": "diloco", "h": 10, "outer_lr": 0.0}, "consistency.outer-lr is 0.0; it must be above 0"),
     ],
 )  # fmt: skip
@@ -412,6 +508,29 @@ def test_settings_that_cannot_work_are_refused(size, changes, message):
     config = with_changes(small_config(None, None), **{f"consistency__{name}": v for name, v in changes.items()})
     with pytest.raises(UserError, match=message):
         validate_options(with_changes(config, train__steps=600), size)
+
+
+@pytest.mark.parametrize(
+    "size, changes, warning",
+    [
+        (
+            2,
+            {"zero__stage": 1},
+            "zero.stage 1 shards nothing here: each of the 2 replicas of .* local has dp x cp = 1",
+        ),
+        (
+            4,
+            {"mesh__pp": 4, "model__num_layers": 4},
+            "mode local has one replica here, mesh pp=4 x dp=1 .*: it merges",
+        ),
+        (2, {"consistency__replicas": 1}, "one replica here .*: it merges nothing. Leave --consistency.replicas out"),
+        (1, {"consistency__mode": "diloco"}, "mode diloco has one replica here, .*: its outer step is along this repl"),
+    ],
+)
+def test_a_run_says_that_there_is_nothing_to_merge_or_to_shard(size, changes, warning):
+    config = small_config(None, None, **{"consistency__mode": "local", "consistency__h": 3} | changes)
+    [found] = find_warnings(config, validate_options(config, size))
+    assert re.search(warning, found), found
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ class MetricsFile:
     """Writes metrics.jsonl of a run: one JSON object (a row) per line, appended and flushed; also config.toml.
 
     It writes {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log
-    step, {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that
-    resumes at step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later
-    ones. Lines that are no rows of this trainer stay in the file as they are. Nothing is written if the run of this
-    folder is complete, so that there is nothing to do.
+    step, {"step": 100, "held_out_loss": ...} per evaluation (with "held_out_models", the number of replicas, if these
+    differed and the loss is their mean), {"saved_step": 100, ...} per checkpoint. A run that resumes at step `start`
+    keeps the rows up to that step, from this folder or the folder `source`, and drops later ones. Lines that are no
+    rows of this trainer stay in the file as they are. Nothing is written if the run of this folder is complete,
+    so that there is nothing to do.
     rows: the rows of the file. earlier_rows: all rows that the previous attempt has left, also those that are dropped.
     is_complete: whether the run had been trained and evaluated to its last step before. Raises RunError if the file
     cannot be read or the folder is not writable.

@@ -78,7 +78,9 @@ class RunReporter(Observer):
         """Collective: if a row of metrics is due after this step, collect it from all ranks; rank 0 prints and writes
         it."""
         step, accounts = trainer.progress.step, self._accounts
-        accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
+        # Where ranks decide on their own steps, one without samples leaves its step to the others.
+        is_idle = trainer.engine.control is not trainer.control and result.num_tokens == 0
+        accounts.charge(USEFUL if result.update_successful or is_idle else "skipped steps", self._step_end_s)
         accounts.charge("saving")
         accounts.step, every = step, trainer.config.checkpoint.every
         if every and step % every == 0:
@@ -100,12 +102,13 @@ class RunReporter(Observer):
             self._view.print_note(f"rank {rank} is a straggler: the others wait {excess_ms:.0f} ms per step for it")
         self._straggler = rank
 
-    def on_evaluation(self, step: int, loss: float) -> None:
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
         """On rank 0, display the held-out loss, in nats per token, and write it to metrics.jsonl."""
         self._accounts.charge("evaluation")
         if self._view:
-            self._view.show_held_out_loss(step, loss)
-            self._file.write_row({"step": step, "held_out_loss": loss} | self._accounts.as_row())
+            self._view.show_held_out_loss(step, loss, num_models)
+            models = {"held_out_models": num_models} if num_models > 1 else {}
+            self._file.write_row({"step": step, "held_out_loss": loss} | models | self._accounts.as_row())
         self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:

@@ -94,11 +94,11 @@ class Traffic:
         operations: Counter[Operation] = Counter()
         for fragment in range(how.fragments):
             numel = sum(size for name, size in sizes.items() if how.fragment_of(name) == fragment)
-            # The weight of a replica in tokens, whether to stop or regroup, and whether its files are written.
-            operations["outer", "all_reduce", 4, DTYPE_BYTES["float64"]] += 1
+            # The weight of each replica in tokens, whether to stop or regroup, and whether its files are written.
+            operations["outer", "all_reduce", replicas + 3, DTYPE_BYTES["float64"]] += 1
             if how.mode == "gossip":
                 neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
-                operations["outer", "send", numel + 1, element_bytes] += neighbours * (numel > 0)
+                operations["outer", "send", numel, element_bytes] += neighbours * (numel > 0)
             elif how.mode == "diloco" and how.exchange == "int8":
                 chunk = int8_chunk_bytes(numel, replicas)
                 operations["outer", "all_to_all", replicas * chunk, 1] += 1

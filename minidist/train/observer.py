@@ -2,6 +2,9 @@
 
 An observer watches a run: console output, traces, memory measurements. The trainer runs without any. Every rank calls
 every method of its observers, in the order in which they were given, so a method may communicate.
+
+An observer cannot end a run by failing to write: the trainer notes an OSError of a method once, and goes on. A method
+that communicates does so before it writes, since an OSError ends it on one rank alone.
 """
 
 import contextlib

@@ -92,6 +92,7 @@ class Trainer:
     ):
         config = inherit_options(config)
         self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
+        self._unwritable: set[str] = set()  # what the observers could not write, as far as it has been noted
         self.mesh = validate(config, world.size)
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
         self.groups = comm.bind(
@@ -146,13 +147,25 @@ class Trainer:
     def close(self) -> None:
         """Wait for this rank's checkpoint writer, and close the observers."""
         self.saver.close()
-        for observer in self.observers:
-            observer.close()
+        self._notify("close")
 
     def send_note(self, line: str) -> None:
         """Call `on_note` of all observers with a line of text."""
+        self._notify("on_note", line)
+
+    def note_failed_write(self, what: str, error: OSError) -> None:
+        """Send the observers a note that `what`, such as a file, cannot be written. The first time only."""
+        if what not in self._unwritable:
+            self._unwritable.add(what)
+            self.send_note(f"{what} cannot be written: {error.strerror or error}. The run goes on without it.")
+
+    def _notify(self, method: str, *args: Any) -> None:
+        """Call a method of all observers. One that cannot write is noted once: the run does not depend on it."""
         for observer in self.observers:
-            observer.on_note(line)
+            try:
+                getattr(observer, method)(*args)
+            except OSError as error:
+                self.note_failed_write(f"the output of {type(observer).__name__}", error)
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
@@ -197,8 +210,7 @@ class Trainer:
         """
         train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop
-        for observer in self.observers:
-            observer.on_start(self)
+        self._notify("on_start", self)
         for note in self.start_notes:
             self.send_note(note)
         if recovery is not None:
@@ -206,8 +218,7 @@ class Trainer:
         if self.interrupted_step is not None:
             stopped = self._report_step(self.interrupted_step).stop_requested
         while self.progress.step < train.steps and not stopped:
-            for observer in self.observers:
-                observer.before_step(self)
+            self._notify("before_step", self)
             with meter.span("step", step=self.progress.step + 1):
                 result = self._step()
             stopped = self._report_step(result).stop_requested
@@ -216,8 +227,7 @@ class Trainer:
                 if result.regroup_requested and not stopped and self.progress.step < train.steps:
                     self._finish_save()
                     raise RegroupRequested
-        for observer in self.observers:
-            observer.on_last_step(self)
+        self._notify("on_last_step", self)
         return self._finish(stopped and self.progress.step < train.steps)
 
     def _is_stop_requested(self) -> bool:
@@ -272,8 +282,7 @@ class Trainer:
             self._report_checkpoint(path)
         if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
-        for observer in self.observers:
-            observer.on_step(self, result)
+        self._notify("on_step", self, result)
         last = step == train.steps
         must_evaluate = _is_due(step, train.eval_every) and not last and not stopped
         if must_evaluate:
@@ -304,8 +313,7 @@ class Trainer:
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
         num_models = 1 if self.engine.merger is None else self.engine.merger.num_different_models
         if loss is not None:
-            for observer in self.observers:
-                observer.on_evaluation(self.progress.step, loss, num_models)
+            self._notify("on_evaluation", self.progress.step, loss, num_models)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
@@ -314,8 +322,7 @@ class Trainer:
         summary["stop_signal"] = self.stop_request.signal_name
         if loss is not None:
             summary["held_out_loss"] = loss
-        for observer in self.observers:
-            observer.on_end(self, summary)
+        self._notify("on_end", self, summary)
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
         return summary
 
@@ -326,8 +333,7 @@ class Trainer:
 
         at_end: whether the run ends here; then wait in any case, and end the run with an error if the save fails.
         """
-        for observer in self.observers:
-            observer.before_save(self)
+        self._notify("before_save", self)
         wait = wait or at_end
         state = {
             "config": to_toml(without_run_options(self.config)),
@@ -374,8 +380,7 @@ class Trainer:
             how = self.config.checkpoint
             folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
         self._saved_step = folders.parse_step(path)
-        for observer in self.observers:
-            observer.on_checkpoint(path)
+        self._notify("on_checkpoint", path)
 
     def _note_failed_save(self, error: RunError, fatal: bool) -> None:
         if fatal or isinstance(error, CommError):  # without its peers no rank can go on

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,16 +13,13 @@ import pytest
 
 from minidist.comm import World
 from minidist.config import Config, to_toml
-from minidist.errors import RunError
 from minidist.fault.index import verify_checkpoint
 from minidist.mesh import Mesh
-from minidist.tools.cli import main, parse_train_options
+from minidist.tools.cli import main, parse_train_options, run_to_exit_code
 from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.tools.launch import start
-from minidist.tools.launch.run import train_and_report
 from tests.helpers.processes import DEFAULT_CPU_BACKEND, wait_until
 from tests.helpers.small_run import (
-    DEADLINE_S,
     OPTIONS,
     Command,
     descendants,
@@ -211,19 +207,6 @@ def test_a_file_system_that_cannot_be_written_is_refused(place, capsys, monkeypa
     assert sorted(os.listdir(place / "mounted")) == ([] if option == "ro" else ["filler"])
 
 
-def test_an_error_of_the_run_folder_is_one_line_without_frames_of_libraries(server, finished, tmp_path):
-    shutil.copytree(finished[0], tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    (tmp_path / "run" / "metrics.jsonl").mkdir()
-    config = small_config(tmp_path / "run", finished[1], train__steps=7, checkpoint__resume=tmp_path / "run")
-    with pytest.raises(RunError) as caught:  # rank 1 waits for rank 0, which alone writes the file
-        server.run(train_and_report, 2, (config,), deadline_s=DEADLINE_S)
-    assert str(caught.value) == (
-        f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. The last checkpoint is "
-        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000006'}: go on with --checkpoint.resume {tmp_path / 'run'}"
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_parity_deletes_its_folder_when_a_signal_ends_it_even_if_its_shell_ignores_sigint(place, number, code):
     temporary = place / "temporary"
@@ -241,6 +224,47 @@ def test_parity_deletes_its_folder_when_a_signal_ends_it_even_if_its_shell_ignor
     # reports 130 for that too.
     assert (128 - ended if ended < 0 else ended) == code
     assert not list(temporary.iterdir()) and "Traceback" not in command.output, command.output
+
+
+@pytest.fixture
+def set_hangup():
+    """`set_hangup(action)`: what SIGHUP does in this test, whatever it does in the shell that runs the tests."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda action: signal.signal(signal.SIGHUP, action)
+    signal.signal(signal.SIGHUP, before)
+
+
+def hang_up() -> int:
+    signal.raise_signal(signal.SIGHUP)
+    return 0
+
+
+def test_a_terminal_that_closes_ends_a_command_with_an_exception_unless_under_nohup(set_hangup):
+    set_hangup(signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        run_to_exit_code(hang_up)
+    assert ended.value.code == 128 + signal.SIGHUP
+    set_hangup(signal.SIG_IGN)
+    assert run_to_exit_code(hang_up) == 0
+
+
+class JobThatWaits:
+    """A job during which this process receives SIGHUP."""
+
+    def __init__(self):
+        self.signals = []
+        self.stop = self.signals.append
+
+    def wait(self):
+        signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize(("action", "sent"), [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
+def test_a_terminal_that_closes_asks_the_ranks_to_save_unless_under_nohup(set_hangup, tmp_path, action, sent):
+    set_hangup(action)
+    job = JobThatWaits()
+    start._wait(job, tmp_path)
+    assert job.signals == sent and signal.getsignal(signal.SIGHUP) == action
 
 
 def test_checkpoints_that_cannot_be_resumed_are_refused(place, capsys, finished):
@@ -335,7 +359,7 @@ print("torch" in sys.modules)
 """
     ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=place, timeout=240)
     assert ended.stdout.splitlines()[-1] == "False", ended.stderr
-    assert "Ctrl-C or SIGTERM" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
+    assert "Ctrl-C, SIGTERM or SIGHUP" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
 
 
 def test_the_command_trains_and_then_samples(place, capsys):

@@ -17,7 +17,7 @@ from minidist.tools.console.goodput import USEFUL, TimeAccounts
 from minidist.tools.console.lines import PlainView
 from minidist.tools.console.loss_plot import draw_loss
 from minidist.tools.console.metrics import StepMetrics
-from minidist.tools.console.metrics_file import MetricsFile, convert_write_errors
+from minidist.tools.console.metrics_file import MetricsFile
 from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
 from minidist.train.agree import StepResult
@@ -48,13 +48,13 @@ class RunReporter(Observer):
         """On rank 0: open metrics.jsonl and the display, and print the warnings about the run's configuration."""
         self._metrics, step = StepMetrics(trainer), trainer.progress.step
         if trainer.world.rank == 0:
+            self._view = _create_view(trainer)
             self._file = open_metrics_file(trainer)
             starting, gap = "resuming" if step else "starting", "between attempts"
             if _is_after_recovery(trainer):
                 starting = gap = "live recovery"
             self._accounts.continue_from(self._file.earlier_rows, step, gap)
             self._accounts.is_closed = self._file.is_complete
-            self._view = _create_view(trainer)
             if self._file.is_complete:
                 self._view.print_note(f"the run in {trainer.folder} is complete: its records stay as they are")
             for warning in _find_run_warnings(trainer):
@@ -85,9 +85,9 @@ class RunReporter(Observer):
         accounts.step, every = step, trainer.config.checkpoint.every
         if every and step % every == 0:
             self._useful_s[step] = accounts.seconds[USEFUL]
+        due = self._metrics.add_step(result)  # all ranks call it
         if self._view:
             self._view.show_step(step, result)
-        due = self._metrics.add_step(result)  # all ranks call it
         if self._view and due:
             self._view.show_metrics(*due)
             self._note_straggler(due[0].get("straggler"))
@@ -155,8 +155,11 @@ class RunReporter(Observer):
         if staleness:
             self._view.print_note(_describe_staleness(staleness))
         if not self._file.is_complete:
-            with convert_write_errors(trainer.folder):
-                draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
+            picture = trainer.folder / "loss.png"
+            try:
+                draw_loss(self._file.rows, baselines, picture)
+            except OSError as error:
+                trainer.note_failed_write(str(picture), error)
         if stopped:
             step, last = summary["step"], trainer.config.train.steps
             then = f"go on with --checkpoint.resume {trainer.folder}"
@@ -195,7 +198,13 @@ def _describe_staleness(counts: dict[int, int]) -> str:
 def open_metrics_file(trainer: Trainer) -> MetricsFile:
     """Open metrics.jsonl in the run folder; a resumed run keeps the rows up to the step from which it resumes."""
     step, source = trainer.reported_steps, trainer.resumed_from
-    return MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
+    return MetricsFile(
+        trainer.folder,
+        without_run_options(trainer.config),
+        step,
+        source and find_run_folder(source),
+        trainer.note_failed_write,
+    )
 
 
 def make_start_row(trainer: Trainer) -> dict[str, Any]:

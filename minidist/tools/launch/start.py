@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError, format_count
+from minidist.fault.signals import stop_signals
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
@@ -29,6 +30,7 @@ from minidist.tools.launch.torchrun import (
     torchrun_world,
 )
 from minidist.tools.output_files import check_output_files
+from minidist.tools.standard_streams import drop_failed_writes
 from minidist.train import run_folder
 from minidist.train.resume import inherit_options
 
@@ -125,15 +127,17 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
 
     ranks: None for `choose_default_ranks`; must be None under torchrun.
     program: the function that every rank runs, `program(world, config, *extra_args)`; None for the trainer.
-    Raises UserError before any rank starts if the run is impossible, RunError if the run fails.
+    The run does not end if its output cannot be written. Raises UserError before any rank starts if the run is
+    impossible, RunError if the run fails.
     """
     config = inherit_options(config)
-    if is_under_torchrun():
-        if ranks is not None:
-            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
-        _train_under_torchrun(config, program, extra_args)
-        return
-    _train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
+    if is_under_torchrun() and ranks is not None:
+        raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
+    with drop_failed_writes("stdout", "stderr"):
+        if is_under_torchrun():
+            _train_under_torchrun(config, program, extra_args)
+        else:
+            _train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
 
 
 def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
@@ -190,7 +194,7 @@ def _make_replacement(config: Config) -> "Replacement | None":
 
 
 def _wait(job: "Job", folder: Path) -> None:
-    """Wait for the end of the run. SIGINT and SIGTERM make it save and stop; a second SIGINT kills it."""
+    """Wait for the end of the run. SIGINT, SIGTERM and SIGHUP make it save and stop; a second SIGINT kills it."""
     received: list[int] = []
 
     def forward(number: int, _) -> None:
@@ -203,7 +207,7 @@ def _wait(job: "Job", folder: Path) -> None:
             again = "; a second SIGINT ends the run at once" if number == signal.SIGINT else ""
             print(f"{name}: saving after this step{again}", file=sys.stderr, flush=True)
 
-    previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         job.wait()
     except KeyboardInterrupt:

@@ -182,6 +182,9 @@ def torchrun_world(
     faulthandler.enable()  # torchrun itself reports only the signal of a crash
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's ranks would outlive it
+        # Only torchrun sends it, to ranks that lead sessions of their own: when it ends, even if `nohup` started it.
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, _SigtermRecorder):
         if handler.is_received:

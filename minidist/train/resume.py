@@ -40,9 +40,10 @@ def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
             f"{path} was trained on another corpus ({state['corpus_name']}) than this run has ({corpus.describe()}). "
             "Give the same --data.source or --data.path, or start a new run."
         )
-    before.setdefault("consistency", now["consistency"]).setdefault("fragments", 1)  # checkpoints without a choice
+    consistency = before.setdefault("consistency", now["consistency"])
+    before["consistency"] = {"fragments": 1, "exchange": "full"} | consistency  # checkpoints without a choice
     names = ("train", "seed"), ("data", "seq_len"), ("data", "min_length"), ("optim", "kind"), ("consistency", "mode")
-    names += (("consistency", "fragments"),)
+    names += ("consistency", "fragments"), ("consistency", "exchange")
     for section, field in names:
         name, was = f"{section}.{field.replace('_', '-')}", before.get(section, {}).get(field)
         if was != now[section][field]:

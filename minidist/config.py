@@ -214,7 +214,8 @@ class ConsistencyConfig:
     outer_momentum: float = 0.9
     """Nesterov momentum of diloco's outer step."""
     exchange: Literal["full", "int8"] = "full"
-    """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values."""
+    """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values; what that
+    rounds off is added to the next difference (error feedback, arXiv 1901.09847)."""
     fragments: int = 1
     """Merge the model in this many parts, h / fragments steps apart (Streaming DiLoCo, arXiv 2501.18512)."""
     reset_moments: bool = False
@@ -235,6 +236,11 @@ class ConsistencyConfig:
     def merges_replicas(self) -> bool:
         """Whether replicas train separately and are merged every `h` steps (modes local, diloco and gossip)."""
         return self.mode in ("local", "diloco", "gossip")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a replica sends rounded differences, and keeps what they leave out (mode diloco, exchange int8)."""
+        return self.mode == "diloco" and self.exchange == "int8"
 
     @property
     def is_asynchronous(self) -> bool:

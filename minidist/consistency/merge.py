@@ -5,6 +5,7 @@ Every h steps each rank merges its elements of the masters with the ranks at the
 (process group "outer"). The simple version is `simple.merge_replicas` and `simple.OuterStep`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -14,15 +15,40 @@ from torch import Tensor
 
 from minidist.comm import Group, Groups, P2POp, all_reduce, batch_send_recv
 from minidist.comm.quantized import all_reduce_int8
-from minidist.config import Config
+from minidist.config import Config, ConsistencyConfig
 from minidist.hashing import hash64
 from minidist.parallel.data.reducer import GradientReducer
 
 Result = TypeVar("Result")  # a `minidist.train.agree.StepResult`
 
 
+class _MergedTensors:
+    """Masters that are merged as one flat tensor, and what the merger keeps for them, in at least float32.
+
+    masters: this rank's elements, by parameter name. start, velocity: DiLoCo's parameters after the last merge and its
+    outer momentum, (n,), equal in all replicas; None in other modes. error: (n,), what this rank's quantized messages
+    have left out, of this replica alone; None without `consistency.exchange` int8.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], how: ConsistencyConfig):
+        self.masters = masters
+        self.start = _flatten(masters) if how.mode == "diloco" else None
+        self.velocity = torch.zeros_like(self.start) if how.mode == "diloco" else None
+        self.error = torch.zeros_like(self.start) if how.quantizes else None
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the elements of each parameter, (*shape of its master,), as views of `flat` (n,)."""
+        parts = flat.split([master.numel() for master in self.masters.values()])
+        for (name, master), part in zip(self.masters.items(), parts, strict=True):
+            yield name, part.view(master.shape)
+
+
 class ReplicaMerger:
     """Merges the replicas' masters every h steps, all together or in fragments of the model, h / fragments steps apart.
+
+    Masters that several ranks of a replica hold, as those of norms under tensor parallelism, are merged in a tensor of
+    their own, so that all these ranks compute the same bits: int8 scales and some backends' sums depend on an element's
+    place in the tensor.
 
     A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
     the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
@@ -34,22 +60,36 @@ class ReplicaMerger:
         self._config, self._num_steps, self._seed = config.consistency, config.train.steps, config.train.seed
         self._group, self._masters, self._control_device = groups["outer"], reducer.masters, groups.world.control_device
         tensors, count = reducer.checkpoint_tensors(), self._config.fragments
+        by_holders: list[dict[tuple[int, ...], dict[str, Tensor]]] = [{} for _ in range(count)]  # by fragment
+        for name, spec in reducer.master_specs.items():
+            by_holders[self._config.fragment_of(name)].setdefault(spec.replicas, {})[name] = tensors[name]
         self._fragments = [
-            {name: tensors[name] for name in reducer.master_specs if self._config.fragment_of(name) == fragment}
-            for fragment in range(count)
+            [_MergedTensors(masters, self._config) for masters in of_fragment.values()] for of_fragment in by_holders
         ]
         self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
         self.equal_fragments: frozenset[int] = frozenset()
-        self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
-        self._velocity = [torch.zeros_like(start) for start in self._start]
 
     def outer_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield DiLoCo's states, equal in all replicas: ("outer.start" or "outer.velocity", parameter name, tensor)."""
-        for kind, states in (("outer.start", self._start), ("outer.velocity", self._velocity)):
-            for masters, flat in zip(self._fragments, states, strict=False):  # none but for DiLoCo
-                for name, part in _parts(masters, flat):
-                    yield kind, name, part
+        for merged in self._all_merged():
+            for kind, flat in (("outer.start", merged.start), ("outer.velocity", merged.velocity)):
+                if flat is not None:
+                    yield from ((kind, name, part) for name, part in merged.parts(flat))
+
+    def quantization_errors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this replica has not sent yet, by parameter name; nothing without `consistency.exchange` int8."""
+        for merged in self._all_merged():
+            if merged.error is not None:
+                yield from merged.parts(merged.error)
+
+    def forget_progress(self) -> None:
+        """Forget tokens and quantization errors since the last merge: another replica sends them."""
+        for tensor in (self.tokens, *(error for _, error in self.quantization_errors())):
+            tensor.zero_()
+
+    def _all_merged(self) -> Iterator[_MergedTensors]:
+        return itertools.chain.from_iterable(self._fragments)
 
     def is_equal(self, name: str) -> bool:
         """Return whether the last step's merge made this parameter equal in all replicas."""
@@ -88,9 +128,9 @@ class ReplicaMerger:
         self.tokens[due] = 0
         self._stop_requested = self._regroup_requested = False
         for fragment, weights, total in zip(due, weights_by_fragment, totals, strict=True):
-            if total > 0 and self._fragments[fragment]:
-                self._merge(fragment, step, weights)
-                for name in self._fragments[fragment] if self._config.reset_moments else ():
+            for merged in self._fragments[fragment] if total > 0 else ():
+                self._merge(merged, step, weights)
+                for name in merged.masters if self._config.reset_moments else ():
                     for state in optimizer_states.get(self._masters.get(name), {}).values():
                         state.zero_()
         if self._config.mode != "gossip":  # a fragment that nobody has trained is still equal from the merge before
@@ -109,28 +149,33 @@ class ReplicaMerger:
         return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
-    def _merge(self, fragment: int, step: int, weights: Sequence[float]) -> None:
-        """Collective: merge a fragment. weights: of each replica, not all 0."""
-        masters, share = self._fragments[fragment], weights[self.replica] / sum(weights)
-        flat = _flatten(masters)
+    def _merge(self, merged: _MergedTensors, step: int, weights: Sequence[float]) -> None:
+        """Collective: merge some tensors. weights: of each replica, not all 0."""
+        share = weights[self.replica] / sum(weights)
+        flat = _flatten(merged.masters)
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
             fractions = mixing_fractions(self.replica, weights, lambda replica: self._neighbours(step, replica))
             flat = mix_with_neighbours(flat, fractions, self._neighbours(step, self.replica), self._group)
-        elif not self._start:
-            flat = self._average(flat, share)
+        elif merged.start is None:
+            flat = self._average(flat, share, None)
         else:
-            start, velocity = self._start[fragment], self._velocity[fragment]
-            outer_gradient = self._average(start - flat, share)
+            outer_gradient = self._average(merged.start - flat, share, merged.error)
             lr, momentum = self._config.outer_lr, self._config.outer_momentum
-            velocity.mul_(momentum).add_(outer_gradient)
-            flat = start.sub_(outer_gradient.add_(velocity, alpha=momentum), alpha=lr)
-        for name, part in _parts(masters, flat):
-            masters[name].copy_(part)
+            merged.velocity.mul_(momentum).add_(outer_gradient)
+            flat = merged.start.sub_(outer_gradient.add_(merged.velocity, alpha=momentum), alpha=lr)
+        for name, part in merged.parts(flat):
+            merged.masters[name].copy_(part)
 
-    def _average(self, flat: Tensor, share: float) -> Tensor:
-        """Average over the replicas in place. A replica without tokens does not count, even if it is not finite."""
+    def _average(self, flat: Tensor, share: float, error: Tensor | None) -> Tensor:
+        """Average over the replicas in place. A replica without tokens does not count, even if it is not finite.
+
+        error: of what this replica has sent before, see `all_reduce_int8`; None sends full precision.
+        """
         flat = flat.mul_(share) if share else flat.zero_()
-        (all_reduce_int8 if self._config.exchange == "int8" else all_reduce)(flat, self._group)
+        if error is None:
+            all_reduce(flat, self._group)
+        else:
+            all_reduce_int8(flat, error, self._group)
         return flat
 
     def _neighbours(self, step: int, replica: int) -> list[int]:
@@ -145,14 +190,8 @@ class ReplicaMerger:
 
 def _flatten(masters: Mapping[str, Tensor]) -> Tensor:
     """Copy this rank's elements of masters into one tensor, of at least float32."""
-    tensors = [master.detach().reshape(-1) for master in masters.values()] or [torch.empty(0)]
+    tensors = [master.detach().reshape(-1) for master in masters.values()]
     return torch.cat([tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
-
-
-def _parts(masters: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    parts = flat.split([master.numel() for master in masters.values()]) if masters else ()
-    for (name, master), part in zip(masters.items(), parts, strict=True):
-        yield name, part.view(master.shape)
 
 
 def mixing_fractions(

@@ -15,6 +15,7 @@ from minidist.train.optimizer import optimizer_state_names
 PARAMETERS = "params"
 OPTIMIZER = "optimizer."
 _TOKENS = "merge/tokens"
+_QUANTIZATION_ERROR = "quantization_error"
 
 
 def _prefix(engine: Engine) -> str:
@@ -29,7 +30,7 @@ def _replica_prefix(replica: int) -> str:
 def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -> Iterator[TensorShard]:
     """Yield the shards of replica 0 that replicas have of their own, renamed, for each of `replicas`; no copies."""
     for shard in shards:
-        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS)):
+        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS, _QUANTIZATION_ERROR)):
             yield from (dataclasses.replace(shard, name=_replica_prefix(replica) + shard.name) for replica in replicas)
 
 
@@ -62,6 +63,8 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
         for kind, name, tensor in engine.merger.outer_states():
             for shard in make_tensor_shards(kind, reducer.master_specs[name], tensor, rank):
                 yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
+        for name, error in engine.merger.quantization_errors():
+            yield from make_tensor_shards(prefix + _QUANTIZATION_ERROR, reducer.master_specs[name], error, rank)
         first = engine.control.rank == 0
         tokens = engine.merger.tokens
         yield TensorShard(prefix + _TOKENS, tokens.shape, Box.whole(tuple(tokens.shape)), tokens, first)

@@ -33,7 +33,8 @@ _FREE_OPTIONS = {
 _FIXED_OPTIONS = {
     *("model.vocab-size", "model.hidden-size", "model.intermediate-size", "model.num-layers", "model.num-heads"),
     *("model.num-kv-heads", "model.rope-theta", "model.norm-eps", "model.tie-embeddings"),
-    *("data.seq-len", "data.min-length", "optim.kind", "consistency.mode", "consistency.fragments", "train.seed"),
+    *("data.seq-len", "data.min-length", "optim.kind", "consistency.mode", "consistency.fragments"),
+    *("consistency.exchange", "train.seed"),
 }
 _REPLICA = re.compile(r"replica-(\d+)\.")
 

@@ -219,6 +219,7 @@ MODES = {
     "local": {"consistency__mode": "local", "consistency__h": 4},
     "diloco": {"consistency__mode": "diloco", "consistency__h": 4},
     "gossip": {"consistency__mode": "gossip", "consistency__h": 2},
+    "diloco in int8": {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"},
     "diloco, zero 1 inside": {"consistency__mode": "diloco", "consistency__h": 4, "zero__stage": 1}
     | {"consistency__replicas": 2},
 }
@@ -250,9 +251,10 @@ def test_fewer_replicas_go_on_and_a_new_one_begins_as_replica_0(server, tmp_path
 
 
 def test_a_new_replica_gets_what_replicas_have_of_their_own():
-    kinds = ["params", "optimizer.exp_avg", "merge", "buffers", "outer.velocity", "replica-1.params"]
+    kinds = ["params", "optimizer.exp_avg", "quantization_error", "merge", "buffers", "outer.velocity"]
+    kinds.append("replica-1.params")
     shards = [TensorShard(f"{kind}/tokens", (2,), Box.whole((2,)), torch.ones(2)) for kind in kinds]
     copies = list(copy_first_replica(shards, range(2, 4)))
-    names = [f"replica-{i}.{kind}/tokens" for kind in kinds[:3] for i in (2, 3)]
+    names = [f"replica-{i}.{kind}/tokens" for kind in kinds[:4] for i in (2, 3)]
     assert [copy.name for copy in copies] == names
     assert all(copy.tensor is shards[0].tensor for copy in copies[:2])

@@ -188,7 +188,8 @@ def _list_estimate_notes(result: Estimate) -> list[str]:
             "peak memory; 0 with --checkpoint.no-background."
         )
     if config.consistency.mode == "diloco":
-        lines.append("diloco: the states contain the parameters at the last merge, and the outer momentum.")
+        errors = ", and what int8 numbers have left out" * config.consistency.quantizes
+        lines.append(f"diloco: the states contain the parameters at the last merge, and the outer momentum{errors}.")
     if config.consistency.mode == "central":
         lines.append("central: the memory is that of the server; the other ranks have no optimizer states.")
     if config.consistency.is_asynchronous:

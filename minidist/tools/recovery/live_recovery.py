@@ -220,7 +220,7 @@ class LiveRecovery(Recovery):
             state = loaded.states[0]
             trainer.after_load(state)
             if (merger := trainer.engine.merger) and merger.replica >= state["replicas"]:
-                merger.tokens.zero_()  # the progress that it has copied counts once
+                merger.forget_progress()  # what it has copied counts once
             trainer.step_time_s = state["step_time_s"]
             trainer.skipped_steps.total, trainer.skipped_steps.consecutive, last = state["skipped_steps"]
             trainer.skipped_steps.last_step = last

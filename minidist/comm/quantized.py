@@ -16,7 +16,7 @@ def all_reduce_int8(tensor: Tensor, group: Group) -> None:
     """Collective: overwrite a floating-point `tensor` (n,) by its approximate sum, which is equal on all ranks.
 
     Ranks send int8 values, with one scale for each block of `INT8_BLOCK` consecutive elements. Let m_r be the largest
-    magnitude in an element's block on rank r, and m that in the block of the sum: the element's error is at most
+    magnitude in an element's block on rank r, and m that in the sum of the quantized blocks: the error is at most
     (sum of m_r over the ranks + m) / 254. A block with a non-finite element becomes NaN.
     """
     sent = torch.zeros(

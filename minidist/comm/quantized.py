@@ -21,8 +21,8 @@ def all_reduce_int8(tensor: Tensor, error: Tensor, group: Group) -> None:
     rank sums, of the sum. So the sums of many calls add up to the exact total less the errors of the last call.
 
     Ranks send int8 values, with one scale for each block of `INT8_BLOCK` consecutive elements. Let m_r be the largest
-    magnitude of `tensor + error` in an element's block on rank r, and m that in the block of the sum of `tensor +
-    error`: the result differs from that sum by at most (sum of m_r over the ranks + m) / 254. A block with a
+    magnitude of `tensor + error` in an element's block on rank r, and m that in the sum of the quantized blocks: the
+    result differs from the sum of `tensor + error` by at most (sum of m_r over the ranks + m) / 254. A block with a
     non-finite element becomes NaN, and so does its error.
     """
     chunk_blocks = int8_chunk_bytes(tensor.numel(), group.size) // (INT8_BLOCK + 4)

@@ -39,8 +39,8 @@ class OperationTracker:
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
         """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
 
-        name: the operation's name, with its root or reduction. shape, dtype: those of its tensor. All must be equal on
-        all ranks of the channel.
+        name: the operation's name, with its root or reduction. shape, dtype: those of its tensor. Name, dtype and
+        number of elements must be equal on all ranks of the channel; the number may differ in an all-to-all.
         """
         self._launched[channel] += 1
         return self._launched[channel]

@@ -1,7 +1,7 @@
 """The interfaces between the trainer and tools: observers, and live recovery.
 
 An observer watches a run: console output, traces, memory measurements. The trainer runs without any. Every rank calls
-every method of its observers, in the order in which they were given, so a method may communicate.
+every method of its observers except `check_folder`, in the order in which they were given, so a method may communicate.
 
 An observer cannot end a run by failing to write: the trainer notes an OSError of a method once, and goes on. A method
 that communicates does so before it writes, since an OSError ends it on one rank alone.
@@ -67,7 +67,10 @@ class Observer:
         """Called at the end of the run. summary: what `train` will return; an observer may add entries to it."""
 
     def close(self) -> None:
-        """Release the resources of this observer. Called at the end of every run, also after an error."""
+        """Release the resources of this observer. Called at the end of a run, also after an error.
+
+        Not called if the trainer's constructor fails before it builds the model, for example for want of a corpus.
+        """
 
 
 class RegroupRequested(Exception):

@@ -21,7 +21,8 @@ _OWN = ("folder", "device", "checkpoint.resume", "data.path", "data.source")
 def check_same_program(config: Config, group: Group) -> None:
     """Collective: raise UserError on all ranks unless all ranks of `group` have the same options and package source.
 
-    The message names the options and their values by rank, or the source files. Sends 8 bytes per rank if all agree.
+    The options of `_OWN` may differ. The message names the options and their values by rank, or the source files. Sends
+    8 bytes per rank if all agree.
     """
     if group.size == 1:
         return

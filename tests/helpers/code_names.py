@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("minidist", "exercises")
@@ -32,6 +33,7 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "safetensors"}
 _TORCH_OWNERS = (
     torch, dist, dist.distributed_c10d, dist.Backend, dist.ProcessGroup, dist.Work, F, nn.Module, nn.utils,
     torch._C._distributed_c10d, torch.autograd.Function, torch.optim.Optimizer, torch.Tensor, torch.utils.checkpoint,
+    torch.utils.data,
 )  # fmt: skip
 TORCH_NAMES = frozenset(name for owner in _TORCH_OWNERS for name in dir(owner) if re.search(r"\w_|[a-z][A-Z]", name))
 BUILTINS = frozenset(dir(builtins)) | frozenset(dir(math)) | {"mean", "silu", "softmax"}
@@ -124,6 +126,14 @@ def identifiers(tree: ast.Module) -> set[str]:
             for name in {alias.name for alias in node.names} - {"Tensor"}:  # whose methods have the commonest names
                 names |= set(dir(getattr(imported, name))) if name[0].isupper() else set()
     return names
+
+
+@cache
+def all_members() -> frozenset[str]:
+    """Return the members of all classes of the package and of the classes that tensors, models and optimizers have."""
+    libraries = (torch.Tensor, nn.Module, nn.Parameter, torch.optim.Optimizer, RemovableHandle, dist.Work, dict, list)
+    names = {name for class_name in _classes() for name in members(class_name)}
+    return frozenset(names.union(*(dir(owner) for owner in libraries)))
 
 
 def members_of_classes(names: set[str]) -> set[str]:
@@ -225,9 +235,11 @@ def _is_in_repository(chain: str) -> bool:
 
 @cache
 def _external(chain: str) -> bool | None:
-    """Whether torch or another library has a dotted name; None unless it begins with a module, or a class of torch."""
+    """Whether a library has a dotted name; None unless it begins with a module, or a class of torch or Python."""
     head, *rest = chain.split(".")
-    classes = [owner for owner in (torch, nn, dist, torch.optim) if head[0].isupper() and hasattr(owner, head)]
+    owners = (torch, nn, dist, torch.optim, builtins)
+    classes = [owner for owner in owners if head[0].isupper() or owner is builtins]
+    classes = [owner for owner in classes if isinstance(getattr(owner, head, None), type)]
     if not rest or not (head in _ALIASES or head in _LIBRARIES or classes):
         return None
     if head in _ALIASES:

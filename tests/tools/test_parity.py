@@ -19,7 +19,7 @@ from minidist.data.partition import block_partition
 from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.tools.parity import command
-from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, SEED, TOLERANCES
+from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, MODES, SEED, TOLERANCES
 from minidist.tools.parity.command import (
     ParityOptions,
     choose_cases,
@@ -106,6 +106,22 @@ def test_every_mesh_of_four_ranks_equals_one_process(server):
     assert len(cases) > 14
     for _, row in run(server, cases):
         assert row["ok"], row
+
+
+def test_the_synchronization_modes_are_compared_by_their_parameters(server):
+    """Each mode has rows where it equals one process; a mode that does not is found, and what is not compared said."""
+    cases = [case for world in (1, 2) for case in cases_of(world) if case.has_own_gradients]
+    assert {case.gradients for case in cases} == {"local", "diloco", "gossip", "stale", "asynchronous"}
+    assert all(set(case.tolerance) == {"param"} for case in cases)
+    wrong = next(case for case in cases if case.gradients == "diloco")
+    [(_, row)] = run(server, [wrong], prepare=halve_diloco)
+    assert not row["ok"] and "param" in row["first_wrong"] and row["loss_diff"] is None
+    assert " - " in format_result_row(row)[0]
+
+
+def halve_diloco():
+    """Another outer learning rate on the ranks, which no longer gives the mean of the replicas."""
+    MODES["diloco"] = dataclasses.replace(MODES["diloco"], outer_lr=0.5)
 
 
 def test_tolerances_are_pinned():

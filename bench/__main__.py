@@ -1,4 +1,4 @@
-"""`python -m bench dp|zero|model|comm|recover|save|restart|local|index|watch|calibrate`; each has its own `--help`."""
+"""`python -m bench COMMAND`, with one of `COMMANDS`: dp, zero, model and so on; each has its own `--help`."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from bench import (
     compare_dp,
     compare_local_steps,
     compare_model_parallel,
+    compare_outer_steps,
     compare_recovery,
     compare_restarts,
     compare_saves,
@@ -28,6 +29,7 @@ COMMANDS = {
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
     "restart": (compare_restarts.main, "measure the time that a killed rank costs under torchrun"),
     "local": (compare_local_steps.main, "time local SGD and DiLoCo, over a slow link too, and torch's local SGD"),
+    "diloco": (compare_outer_steps.main, "compare DiLoCo's loss with synchronous training, over a grid of settings"),
     "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
     "index": (plan_index.main, "plan the index of a checkpoint of thousands of simulated ranks"),
     "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),

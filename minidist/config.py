@@ -210,9 +210,11 @@ class ConsistencyConfig:
     """Number of replicas; it divides mesh.dp, and each replica has dp / replicas x pp x cp x tp ranks with ZeRO inside.
     When not given, each data-parallel rank is a replica."""
     outer_lr: float = 0.7
-    """Learning rate of diloco's outer step; 1 without momentum gives the same as local."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of diloco's outer step."""
+    """Learning rate of diloco's outer step; 1 without momentum gives the same as local, and suits muon better than the
+    default, which is for adamw."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of diloco's outer step. Momentum raised the loss of short runs with adamw
+    (docs/benchmarks.md); the paper has 0.9, for hundreds of merges."""
     exchange: Literal["full", "int8"] = "full"
     """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values; what that
     rounds off is added to the next difference (error feedback, arXiv 1901.09847)."""

@@ -130,6 +130,7 @@ def plain_loop(config, replicas, merge, reset_every=None):
 def test_diloco_is_the_plain_loop(ranks, tmp_path, text, size):
     """AdamW inside, Nesterov SGD of torch outside, numpy's weighted average; the weights are the tokens of a round."""
     how = {"optim": ADAMW, "model__dropout": 0.0, "consistency__mode": "diloco", "consistency__h": 3}
+    how |= {"consistency__outer_lr": 0.7, "consistency__outer_momentum": 0.9}
     config = make_config(tmp_path / "run", text, **how)
     outer, optimizer = [], None
 
@@ -160,6 +161,7 @@ def test_diloco_is_the_plain_loop(ranks, tmp_path, text, size):
 def test_fragments_are_merged_one_after_the_other(ranks, tmp_path, text):
     """The plain loop again: layer 0 after steps 2, 4 and 6, the rest half a round earlier and after the last step."""
     how = {"optim": ADAMW, "model__dropout": 0.0, "model__num_layers": 2, "consistency__mode": "diloco"}
+    how |= {"consistency__outer_lr": 0.7, "consistency__outer_momentum": 0.9}
     config = make_config(tmp_path / "run", text, consistency__h=2, consistency__fragments=2, **how)
     start = Transformer(config.model)
     init_parameters(start, config.train.seed)
@@ -395,6 +397,7 @@ IN_FRAGMENTS = ("zero 3", "tp", "pp")
 def test_a_replica_may_have_any_layout_inside(ranks, tmp_path, text, inside):
     """Two replicas of two ranks each equal two replicas of one rank."""
     how = {"optim": ADAMW, "consistency__mode": "diloco", "consistency__h": 2, "consistency__replicas": 2}
+    how |= {"consistency__outer_momentum": 0.9}
     how |= {"model__num_layers": 2, "model__num_kv_heads": 2}
     expected = train(ranks, 2, make_config(tmp_path / "plain", text, **how))
     found = train(ranks, 4, make_config(tmp_path / "inside", text, **how | INSIDE[inside]))
@@ -435,6 +438,7 @@ def test_what_tensor_parallel_ranks_both_hold_is_merged_bit_for_bit(ranks, tmp_p
 def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, size, more):
     """The checkpoint of step 4 lies between the merges after steps 3 and 6."""
     how = {"consistency__mode": mode, "consistency__h": 3} | more
+    how |= {"consistency__outer_momentum": 0.9} if mode == "diloco" else {}
     config = make_config(tmp_path / "run", text, **how)
     ranks(train_small, size, config)
     again = with_resume(config, config.folder / "checkpoints" / "step-00000004", folder=tmp_path / "again")

@@ -217,7 +217,7 @@ def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
 MODES = {
     "central": {"consistency__mode": "central"},
     "local": {"consistency__mode": "local", "consistency__h": 4},
-    "diloco": {"consistency__mode": "diloco", "consistency__h": 4},
+    "diloco": {"consistency__mode": "diloco", "consistency__h": 4, "consistency__outer_momentum": 0.9},
     "gossip": {"consistency__mode": "gossip", "consistency__h": 2},
     "diloco in int8": {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"},
     "diloco, zero 1 inside": {"consistency__mode": "diloco", "consistency__h": 4, "zero__stage": 1}

@@ -17,6 +17,7 @@ from bench import (
     measure_watchdog,
     plan_index,
 )
+from minidist.tools.cli import run_to_exit_code
 from minidist.tools.launch import RankServer
 
 COMMANDS = {
@@ -49,5 +50,10 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return COMMANDS[command][0](arguments[1:], server)
 
 
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run `main` as a program: SIGINT and SIGTERM end it, even if a shell started it in the background."""
+    return run_to_exit_code(lambda: main(arguments), "bench")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 
 _BLOCK_BYTES = 1 << 20
 NOT_SOURCES = ("site-packages", "dist-packages", "__pycache__")
@@ -50,8 +50,8 @@ def read_text_files(path: str | Path) -> list[Document]:
         empty = sum(not d.content for d in read)
         binary = len(read) - empty
         raise UserError(
-            f"--data.path {path} holds no text: {len(found)} files, of which {empty} are empty, {binary} are not "
-            f"UTF-8 text and {unreadable} cannot be read. {_OTHERWISE}"
+            f"--data.path {path} holds no text: of {format_count(len(found), 'file')}, {empty} empty, {binary} not "
+            f"UTF-8 text, {unreadable} unreadable. {_OTHERWISE}"
         )
     return documents
 

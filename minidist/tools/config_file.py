@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from minidist.config import Config, option_fields
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 from minidist.tools.option_suggestions import suggest_options
 from minidist.tools.options import option_names
 from minidist.train.resume import read_stored_config
@@ -130,7 +130,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
         raise UserError(f"{name} is {value!r}; {suggest(str(value), map(str, arguments))}")
     if origin is tuple and isinstance(value, list):
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
-            raise UserError(f"{name} has {len(value)} values; it must have {len(arguments)}")
+            raise UserError(f"{name} has {format_count(len(value), 'value')}; it must have {len(arguments)}")
         return tuple(_convert(item, arguments[0], name) for item in value)
     if kind is Path and isinstance(value, str):
         return Path(value)

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from bench import __main__ as bench
+from bench import plan_index
 from bench.__main__ import main
 
 
@@ -33,7 +34,7 @@ def test_sigint_ends_a_benchmark_even_if_its_shell_ignores_it(monkeypatch, inher
         signal.raise_signal(signal.SIGINT)
         return 0
 
-    monkeypatch.setitem(bench.COMMANDS, "index", (benchmark, "plan"))
+    monkeypatch.setattr(plan_index, "main", benchmark)
     before = signal.signal(signal.SIGINT, inherited)
     try:
         assert bench.run(["index"]) == 130

@@ -398,7 +398,7 @@ def _grade(options: GradeOptions, catalogue: Catalogue, work: Work) -> int:
     errors = [record for record in done if record.verdict == "error"]
     for record in errors:
         print(f"{record.student} {record.exercise}: not graded: {record.message}", file=sys.stderr)
-    print(f"{len(done)} checks, {len(errors)} not graded; the records are in {records.file}")
+    print(f"{format_count(len(done), 'check')}, {len(errors)} not graded; the records are in {records.file}")
     return 1 if errors else 0
 
 
@@ -438,7 +438,7 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
             print(f"{exercise.name:<26}{state:<6}{time.perf_counter() - start_s:6.1f} s", flush=True)
     if not chosen:
         gate.run([])
-    print("\n".join(gate.problems) or f"{gate.checked} exercises, all green")
+    print("\n".join(gate.problems) or f"{format_count(gate.checked, 'exercise')}, all green")
     return 0 if gate.green else 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from exercises.attempt import grade_attempt
 from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.launch import RankServer
 
 _POLL_S = 0.1
@@ -77,7 +77,8 @@ class Watcher:
 
     def _announce(self) -> None:
         exercise = self.current
-        text = f"next: {exercise.section} {exercise.title} ({exercise.points} points, {exercise.minutes} minutes)"
+        size = f"{format_count(exercise.points, 'point')}, {format_count(exercise.minutes, 'minute')}"
+        text = f"next: {exercise.section} {exercise.title} ({size})"
         self._show(f"{text}\nsave {self._work.file(exercise)} to check it; Ctrl-C ends")
 
     def _passed(self, exercise: Exercise) -> bool:

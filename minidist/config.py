@@ -273,8 +273,9 @@ class TrainConfig:
     eval_samples: int = 256
     """Number of held-out samples per evaluation."""
     straggler_threshold: float = 0.25
-    """Report the slowest rank if its excess is more than this fraction of the step time. The excess is the time per
-    step by which the other ranks (their median) wait longer for communication. 0: never."""
+    """Report the slowest rank if its excess is significantly more than this fraction of the step time and has cost a
+    second in all. The excess is the time per step by which the other ranks (their median) wait longer for
+    communication. 0: never."""
     sample_tokens: int = 200
     """Tokens to generate as a sample at the end; 0: none."""
 

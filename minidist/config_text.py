@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minidist.config import Config, option_fields
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 
 # TOML's types in plain words.
 _TOML_NAMES = {
@@ -74,7 +74,7 @@ def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
         raise UserError(f"{name} is {value!r}; {suggest(str(value), map(str, arguments))}")
     if origin is tuple and isinstance(value, list):
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
-            raise UserError(f"{name} has {len(value)} values; it must have {len(arguments)}")
+            raise UserError(f"{name} has {format_count(len(value), 'value')}; it must have {len(arguments)}")
         return tuple(convert_toml_value(item, arguments[0], name) for item in value)
     if kind is Path and isinstance(value, str):
         return Path(value)

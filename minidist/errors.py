@@ -71,4 +71,4 @@ def format_count(number: int, noun: str, plural: str | None = None) -> str:
 
     noun: the singular. plural: where it is not the noun with an s.
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

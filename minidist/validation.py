@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.config import Config, ScheduleKind
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
@@ -121,8 +121,8 @@ def _validate_data(config: Config, mesh: Mesh) -> None:
             len(values) != mesh.dp or not all(0 <= v < math.inf for v in values) or not any(values)
         ):
             raise UserError(
-                f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers); it needs one number per "
-                f"data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
+                f"data.{name} is {' '.join(map(str, values))} ({format_count(len(values), 'number')}); it needs one "
+                f"number per data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
             )
 
 
@@ -302,8 +302,9 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
     most = min(how.h, config.model.num_layers)
     if how.merges_replicas and how.fragments > most:
         raise UserError(
-            f"consistency.fragments is {how.fragments}: each has a layer and a step of its own to be merged, and there "
-            f"are {config.model.num_layers} layers, merged every {how.h} steps. Give --consistency.fragments {most}."
+            f"consistency.fragments is {how.fragments}: each has a layer and a step of its own to be merged, and the "
+            f"model has {format_count(config.model.num_layers, 'layer')}, merged every {format_count(how.h, 'step')}. "
+            f"Give --consistency.fragments {most}."
         )
     tied = mesh.pp > 1 and config.model.tie_embeddings
     if tied and config.num_replicas(mesh) > 2:  # their ranks would sum the replicas in other orders

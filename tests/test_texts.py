@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from bench.contender_report import title
+from bench.workload import WORKLOADS
 from exercises.__main__ import COMMANDS as EXERCISES_COMMANDS
+from minidist.errors import format_count
 from minidist.tools import cli
 from minidist.tools.chaos.command import ChaosOptions
 from minidist.tools.consistency.comparison_options import ConsistencyOptions
@@ -152,3 +155,16 @@ def message_patterns() -> list[re.Pattern]:
 @pytest.mark.parametrize("line", quoted_output())
 def test_quoted_output_is_text_of_the_package(line):
     assert any(pattern.match(line) for pattern in message_patterns())
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, ("step",), "0 steps"), (1, ("step",), "1 step"), (20_000, ("batch", "batches"), "20000 batches")],
+)
+def test_numbers_agree_with_their_nouns(number, noun, text):
+    assert format_count(number, *noun) == text
+
+
+def test_a_benchmark_of_one_round_and_one_step_says_so():
+    assert "1 round with turns of 1 step\n" in title(WORKLOADS["tiny"], 1, 1, "gloo")
+    assert "2 rounds with turns of 3 steps\n" in title(WORKLOADS["tiny"], 2, 3, "gloo")

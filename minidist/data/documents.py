@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 
 _BLOCK_BYTES = 1 << 20
 NOT_SOURCES = ("site-packages", "dist-packages", "__pycache__")
@@ -53,8 +53,8 @@ def read_text_files(path: str | Path) -> tuple[list[Document], str]:
     if not documents:
         empty = sum(not d.content for d in read)
         raise UserError(
-            f"--data.path {path} holds no text: {len(found)} files, of which {empty} are empty, {len(binary)} are not "
-            f"UTF-8 text and {len(unreadable)} cannot be read. {_OTHERWISE}"
+            f"--data.path {path} holds no text: of {format_count(len(found), 'file')}, {empty} empty, {len(binary)} "
+            f"not UTF-8 text, {len(unreadable)} unreadable. {_OTHERWISE}"
         )
     reasons = {"not UTF-8 text": binary, "unreadable": unreadable}
     parts = [f"{len(files)} {reason}, first {files[0]}" for reason, files in reasons.items() if files]

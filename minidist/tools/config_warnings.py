@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.config import Config
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
 from minidist.tools.chaos.faults import Fault, parse_fault
@@ -88,7 +88,7 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
     warmup, steps = config.optim.warmup_steps, config.train.steps
     if warmup > steps and _is_requested("optim.warmup-steps", config):
         found.append(
-            f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
+            f"optim.warmup-steps is {warmup} and the run has {format_count(steps, 'step')}: the learning rate ends at "
             f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
         )
     if config.fault.digest_every and config.consistency.mode == "gossip":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minidist.config import option_fields
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 from minidist.tools.option_suggestions import suggest_options
 
 # Markers for a field's type. Annotated[Config, FLAT]: its options have no prefix; Annotated[str, POSITIONAL]:
@@ -266,7 +266,7 @@ def _value_of(option: _Option, given: list[str]) -> Any:
         return values[0]
     counted = typing.get_args(option.kind)
     if counted[-1] is not Ellipsis and len(values) != len(counted):
-        raise UserError(f"--{option.name} has {len(values)} values; it needs {len(counted)}.")
+        raise UserError(f"--{option.name} has {format_count(len(values), 'value')}; it needs {len(counted)}.")
     return values
 
 

@@ -18,7 +18,7 @@ from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, MisfitError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError, format_count
 from minidist.fault import checkpoint, folders
 from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
@@ -430,8 +430,8 @@ class Trainer:
         changed = check_resumable(index, self.config, self.corpus)
         if (saved := index.state.get("replicas", 1)) != (replicas := self.config.num_replicas(self.mesh)):
             raise UserError(
-                f"{path} has the state of {saved} replicas, this run has {replicas}: give --consistency.replicas "
-                f"{saved}, or start a new run."
+                f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: give "
+                f"--consistency.replicas {saved}, or start a new run."
             )
         checkpoint_state.create_optimizer_states(self.engine, index.tensors)
         return index, changed

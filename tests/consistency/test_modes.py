@@ -541,7 +541,7 @@ def test_estimated_bytes_are_those_counted(ranks, text):
         (4, {"mode": "diloco", "h": 10, "topology": "matching"}, "topology matching has no effect: .* for gossip"),
         (4, {"mode": "central", "server": 4}, "consistency.server is 4, and the 4 ranks of mesh .* are 0 to 3: give"),
         (4, {"mode": "local", "h": 10, "exchange": "int8"}, "consistency.exchange int8 has no effect: .*is for diloco"),
-        (4, {"mode": "local", "h": 1, "fragments": 2}, "layers, merged every 1 steps. Give --consistency.fragments 1"),
+        (4, {"mode": "local", "h": 1, "fragments": 2}, "1 layer, merged every 1 step. Give --consistency.fragments 1"),
         (4, {"mode": "diloco", "h": 10, "outer_momentum": 1.0}, "momentum is 1.0; it must be 0 or more and below 1"),
         (4, {"mode": "diloco", "h": 10, "outer_lr": 0.0}, "consistency.outer-lr is 0.0; it must be above 0"),
     ],

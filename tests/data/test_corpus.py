@@ -193,7 +193,7 @@ def test_a_missing_path_is_refused(tmp_path):
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
     with refused("0 bytes"):
         corpus.load_text_corpus(write(tmp_path / "empty.txt", b""))
-    with refused("no text", "1 files", "1 are empty"):
+    with refused("no text", "of 1 file", "1 empty"):
         corpus.load_text_corpus(tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_a_file_of_terabytes_is_refused_before_it_is_read(tmp_path):
     with refused("long.txt, the text has at least 4,398,046,511,104 bytes", "a quarter of this machine's memory"):
         corpus.load_text_corpus(tmp_path / "long.txt")
     (tmp_path / "long.txt").unlink()
-    with refused("2 files", "2 are not UTF-8 text"):  # in a folder, each is skipped after its first block
+    with refused("of 2 files", "2 not UTF-8 text"):  # in a folder, each is skipped after its first block
         corpus.load_text_corpus(tmp_path)
 
 
@@ -236,7 +236,7 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", forbidden)  # root may read anything, so no mode bits here
     with refused("secret.txt", "Permission denied"):
         corpus.load_text_corpus(tmp_path / "secret.txt")
-    with refused("1 cannot be read"):
+    with refused("1 unreadable"):
         corpus.load_text_corpus(tmp_path)
 
 

@@ -75,7 +75,7 @@ def finished(tmp_path_factory):
         (["train", "--ranks", "two"], "--ranks is 'two'; it must be a whole number"),
         (["train", "--optim.lr"], "--optim.lr needs a value: a number"),
         (["train", "--optim.lr", "--compile"], "--optim.lr needs a value: a number"),
-        (["train", "--optim.betas", "0.9"], "--optim.betas has 1 values; it needs 2"),
+        (["train", "--optim.betas", "0.9"], "--optim.betas has 1 value; it needs 2"),
         (["train", "--optim.kind", "adam"], "--optim.kind is 'adam'; did you mean adamw[?] possible: adamw, sgd, muon"),
         (["train", "--compile=yes"], "--compile takes no value, but 'yes' was given: .* --no-compile to turn it off"),
         (["train", "--zero.prefetch", "false"], "but 'false' was given: .* --zero.no-prefetch to turn it off"),

@@ -54,7 +54,7 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (
             2,
             {"data__shares": (1.0,)},
-            r"data.shares is 1.0 \(1 numbers\); it needs one number per",
+            r"data.shares is 1.0 \(1 number\); it needs one number per",
         ),
         (2, {"data__weights": (1.0, -1.0)}, r"data.weights is 1.0 -1.0 .* none of them below 0"),
         (2, {"data__weights": (0.0, 0.0)}, r"at least one above 0"),
@@ -111,7 +111,7 @@ def test_a_file_changes_only_what_it_names():
         ("[train]\nsteps = true", "train.steps is True, true or false; it must be a whole number"),
         ("[train]\nsteps = 2024-01-01", "a date; it must be a whole number"),
         ("[optim]\nlr = []", r"optim.lr is \[\], a list; it must be a number"),
-        ("[optim]\nbetas = [0.9]", "optim.betas has 1 values; it must have 2"),
+        ("[optim]\nbetas = [0.9]", "optim.betas has 1 value; it must have 2"),
         ("[optim]\nkind = 'adam'", "optim.kind is 'adam'; did you mean adamw\\? possible: adamw, sgd"),
         ("[data]\npath = 3", "data.path is 3, a whole number; it must be a text"),
         ("[data]\nshares = 3", "data.shares is 3, a whole number; it must be a list of numbers"),

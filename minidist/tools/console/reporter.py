@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from minidist.errors import format_count
 from minidist.fault.checkpoint import read_index
 from minidist.fault.folders import parse_step
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
@@ -236,15 +237,15 @@ def _create_view(trainer: Trainer) -> PlainView:
     After a live recovery the display continues in the same output, so the lines that describe the run are not repeated.
     """
     world, config, step = trainer.world, trainer.config, trainer.progress.step
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
+    ranks = f"{format_count(world.size, 'rank')} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
     train = config.train
     header = [
         f"{ranks}{backend}, {trainer.mesh}; model of {config.model.num_parameters():,} parameters",
         trainer.corpus.describe(),
         *([trainer.corpus.left_out] if trainer.corpus.left_out else []),
-        f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
-        f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; "
+        f"{format_count(train.steps, 'step')} of {format_count(train.global_batch, 'sample')} x {config.data.seq_len} "
+        f"tokens, {format_count(train.micro_batches, 'micro-batch', 'micro-batches')} per rank; "
         f"run folder {trainer.folder}",
     ]
     if step:

@@ -108,11 +108,12 @@ def resolve_device(config: Config, ranks: int) -> str:
     else:
         device = choose_device(config, ranks)
     if device is None:
-        raise UserError(f"--device {requested}: torch sees {gpus} GPUs here. Give --device cpu.")
+        raise UserError(f"--device {requested}: torch sees {format_count(gpus, 'GPU')} here. Give --device cpu.")
     if backend == "nccl" and (device == "cpu" or (device != "cuda" and ranks > 1)):
+        counts = f"{format_count(ranks, 'rank')} on {device} and {format_count(gpus, 'GPU')}"
         raise UserError(
-            f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {device} and "
-            f"{gpus} GPUs. Give --comm.backend gloo, or leave it out."
+            f"--comm.backend nccl needs a GPU of its own for each rank; here are {counts}. Give --comm.backend gloo, "
+            "or leave it out."
         )
     check_offload(config, device, ranks)
     if backend == "shm" and device != "cpu":
@@ -153,7 +154,11 @@ def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = N
     run = open_checked_run_folder(config)
     folder = run.path
     if device == "cpu" and config.device != "cpu" and (gpus := count_gpus()):
-        print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus > 1)}: running on the CPU", file=sys.stderr, flush=True)
+        print(
+            f"{format_count(ranks, 'rank')} and {format_count(gpus, 'GPU')}: running on the CPU",
+            file=sys.stderr,
+            flush=True,
+        )
     preload = ("torch._dynamo", "minidist.tools.launch.run")
     try:
         RunLock(folder).release()  # refuses a folder that another run uses, or that cannot be written

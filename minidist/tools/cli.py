@@ -222,10 +222,10 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     from minidist.train.resume import read_resumed_config
 
     file, base = _value_of(argv, "--config"), Config()
-    resume = _value_of(argv, "--checkpoint.resume")
-    if resume is None and file is not None:
-        resume = read_config_file(Path(file)).checkpoint.resume
-    if resume not in (None, "None", "none", "auto", Path("auto")) and "--checkpoint.no-inherit" not in argv:
+    how = base.checkpoint if file is None else read_config_file(Path(file)).checkpoint
+    resume = _value_of(argv, "--checkpoint.resume") or how.resume
+    inherits = how.inherit and "--checkpoint.no-inherit" not in argv
+    if inherits and resume not in (None, "None", "none", "auto", Path("auto")):
         base = read_resumed_config(Path(resume))
     if file is None:
         return base, None

@@ -84,7 +84,7 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) 
         found = {key: tensors[f"{prefix}{key}/{name}"] for key in names if f"{prefix}{key}/{name}" in tensors}
         if found and len(found) < len(names):
             missing = ", ".join(key for key in names if key not in found)
-            raise DamagedError(f"the checkpoint has states of the optimizer for {name}, but not {missing}")
+            raise DamagedError(f"it has states of the optimizer for {name}, but not {missing}")
         for key, tensor in found.items():
             scalar = not tensor.shape and key == "step"  # torch's step count is a float32, whatever the master is
             made = torch.zeros((), device=master.device) if scalar else torch.zeros_like(master)

@@ -433,7 +433,10 @@ class Trainer:
                 f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: give "
                 f"--consistency.replicas {saved}, or start a new run."
             )
-        checkpoint_state.create_optimizer_states(self.engine, index.tensors)
+        try:
+            checkpoint_state.create_optimizer_states(self.engine, index.tensors)
+        except DamagedError as error:
+            raise DamagedError(f"{path} is damaged: {error}") from None
         return index, changed
 
     def _check_same_corpus(self) -> None:

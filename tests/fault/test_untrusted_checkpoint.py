@@ -265,7 +265,10 @@ CONTRADICTIONS = {
     "other dtypes": (reinterpret_tensors, "is int32 in the checkpoint, float32 here"),
     "a tensor without a kind": (rename_tensor(f"params/{NORM}", NORM), "is not in the checkpoint"),
     "a tensor of no parameter": (rename_tensor(f"params/{NORM}", "params/x"), "no place here for 1 of its tensors"),
-    "an unknown state": (rename_tensor(f"optimizer.exp_avg/{NORM}", f"optimizer.x/{NORM}"), "but not exp_avg"),
+    "an unknown state": (
+        rename_tensor(f"optimizer.exp_avg/{NORM}", f"optimizer.x/{NORM}"),
+        "step-00000003 is damaged: it has states of the optimizer for .*, but not exp_avg",
+    ),
     "a tensor too few": (remove("tensors", f"optimizer.step/{NORM}"), "but not step"),
 }
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from minidist.errors import RunError, UserError
 from minidist.tools.launch.attempt import OWN_STORE_HINT, agree_on_attempt, check_same_world_size
 from minidist.tools.launch.environment import rank_and_world, read_integer
+from minidist.tools.launch.loopback import check_loopback
 from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.threads import threads_per_rank
 
@@ -201,6 +202,8 @@ def torchrun_world(
             world.store = dist.PrefixStore("minidist", dist.TCPStore(address, port, is_master=False))
         yield world
         return
+    if address in _LOOPBACK_ADDRESSES:
+        check_loopback(size)
     if local_size == size and address in _LOOPBACK_ADDRESSES:
         prefer_gloo_loopback()
     try:

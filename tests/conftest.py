@@ -40,7 +40,7 @@ PRELOAD = (
     *("safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
-    *("exercises.side_effects", "exercises.conditions", "exercises.shared_code"),
+    *("exercises.side_effects", "exercises.conditions"),
 )
 _SHM = Path("/dev/shm")
 

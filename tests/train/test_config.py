@@ -9,7 +9,7 @@ import pytest
 from minidist.config import Config, option_fields, to_toml
 from minidist.config_text import parse_config_text
 from minidist.errors import UserError
-from minidist.tools.config_file import read_config_file
+from minidist.tools.config_file import read_config_file, suggest_in_toml
 from minidist.validation import validate
 from tests.helpers.small_run import with_changes
 
@@ -128,7 +128,7 @@ def test_a_file_changes_only_what_it_names():
 )
 def test_a_wrong_file_is_reported_by_key_and_type(text, message):
     with pytest.raises(UserError, match=message):
-        parse_config_text(text, "f.toml")
+        parse_config_text(text, "f.toml", suggest_option=suggest_in_toml)
 
 
 def test_a_file_that_cannot_be_read_is_reported(tmp_path):

@@ -46,7 +46,10 @@ _FAST = 2 * 3 * 6 + 2 * 3 * 30 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) 
 # The simple engine, in two dtypes: with dp=2 one reduction with three optimizers and four ZeRO stages with two; one
 # reduction with tp=2, with sequence parallelism without dropout (half as many), with cp=2, and two pipeline schedules.
 _SIMPLE = 2 * (2 * 2) * 2 * (3 + 4 * 2) + 2 * 2 * 2 * 3 * (1 + 1 / 2 + 2 + 2)
-ALL_COMBINATIONS = int(_COMMON * (_FAST + _SIMPLE))
+# Synchronization modes, without clipping, resumption, recomputation and other optimizers than SGD, in two dtypes: four
+# with dp=2, which has two starts and two kinds of shares, and one on a single rank.
+_MODES = 2**4 * (4 * 2 * 2 * 2 * 2 + 2 * 2)
+ALL_COMBINATIONS = int(_COMMON * (_FAST + _SIMPLE)) + _MODES
 COVERED = "the rows that run contain every pair of their values"
 BAD = PASSING_ROW | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
 

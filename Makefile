@@ -1,7 +1,7 @@
 # Three commands set everything up on a fresh machine: `make train`, `make lab` and `make test`.
 #
-# The virtual environment .venv and the install are skipped while pyproject.toml is unchanged. pip's own configuration is
-# honoured, and a torch that this Python has already, in the right range, is used as it is.
+# The virtual environment .venv and the install are skipped while pyproject.toml and constraints.txt are unchanged. pip's
+# own configuration is honoured, and a torch that this Python has already, in the right range, is used as it is.
 #
 # CPU=1 installs the CPU build of torch (0.2 GB instead of 2.7 GB): with pip's own configuration if that offers this build,
 # else from PyTorch's index. TORCH_INDEX=<address> names another index, in place of both.
@@ -27,6 +27,7 @@ weave: .venv/course-$(STAMP)
 
 # The gate, which decides whether a change lands, and the exhaustive suite (CONTRIBUTING.md says what is in which). A test
 # that a busy machine may have failed runs once more, alone (tests/helpers/flaky.py).
+#
 # Three workers for two cores: while the ranks of one test wait for each other, those of another compute. Bytecode is
 # stored whatever the environment says: hundreds of processes import the package.
 test test-all: export PYTHONDONTWRITEBYTECODE :=

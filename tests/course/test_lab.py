@@ -11,8 +11,6 @@ from exercises import jupyterlab
 from exercises.__main__ import main
 from exercises.catalogue import ROOT
 
-pytestmark = pytest.mark.process_lifecycle
-
 
 @pytest.fixture
 def started(monkeypatch):

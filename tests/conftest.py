@@ -15,7 +15,7 @@ from tests.helpers.processes import wait_until
 # OpenMP reads this once, when torch is imported; every process that a test starts inherits it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-pytest_plugins = ["tests.helpers.deadline"]
+pytest_plugins = ["tests.helpers.deadline", "tests.helpers.flaky"]
 
 # nbformat validates with jsonschema, which imports this for a format that no notebook has: its grammar takes 1.5 s.
 sys.modules.setdefault("rfc3987_syntax", None)
@@ -40,7 +40,7 @@ PRELOAD = (
     *("safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
-    *("exercises.side_effects", "exercises.conditions", "exercises.shared_code"),
+    *("exercises.side_effects", "exercises.conditions"),
 )
 _SHM = Path("/dev/shm")
 

@@ -1,4 +1,5 @@
-"""The suite itself: a hanging test fails and later tests still run, SIGINT works, test modules are independent."""
+"""The suite itself: a hanging test fails and later tests still run, flaky tests run again, SIGINT works, modules are
+independent."""
 
 import ast
 import os
@@ -76,28 +77,22 @@ def test_last(server):
 """
 
 
+def run_suite(folder, text: str, *options: str) -> tuple[int, str]:
+    """Run a suite of one file with these plugins of ours; return pytest's exit status and what it printed."""
+    file = folder / "test_inner.py"
+    file.write_text(text)
+    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", "-p", "no:nbval", "-n1", file.name]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
+    return result.returncode, result.stdout + result.stderr
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> str:
     """The output of a test suite in which one test hangs in Python code and one in C code."""
-    file = tmp_path_factory.mktemp("hangs") / "test_hangs.py"
-    file.write_text(HANGING_SUITE)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.helpers.deadline",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:nbval",
-        "-n1",
-        file.name,
-    ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 1
-    return result.stdout + result.stderr
+    status, output = run_suite(tmp_path_factory.mktemp("hangs"), HANGING_SUITE, "-p", "tests.helpers.deadline")
+    assert status == 1
+    return output
 
 
 def test_a_test_that_hangs_fails_and_the_others_pass(ran):
@@ -113,8 +108,68 @@ def test_the_deadline_report_names_every_thread_and_rank(ran):
 
 def test_a_test_blocked_in_c_code_ends_its_own_worker_only(ran):
     line = HANGING_SUITE[: HANGING_SUITE.index("sum(range")].count("\n") + 1
-    assert "Timeout (0:00:01.5" in ran and f'test_hangs.py", line {line} in test_c' in ran, ran
-    assert "crashed while running 'test_hangs.py::test_c'" in ran
+    assert "Timeout (0:00:01.5" in ran and f'test_inner.py", line {line} in test_c' in ran, ran
+    assert "crashed while running 'test_inner.py::test_c'" in ran
+
+
+FLAKY_SUITE = """
+from pathlib import Path
+
+import pytest
+
+from minidist.tools.launch.failure import RankFailure
+
+
+def is_first_run(name):
+    file = Path(name)
+    first = not file.exists()
+    file.touch()
+    return first
+
+
+@pytest.mark.parametrize("number", range({timeouts}))
+def test_timeout(number):
+    if is_first_run(f"timeout{{number}}"):
+        raise TimeoutError("the machine is busy")
+
+
+@pytest.mark.skipif({values} < 1, reason="not in this suite")
+def test_value():
+    assert not is_first_run("value")
+
+
+@pytest.mark.skipif({values} < 2, reason="not in this suite")
+def test_value_on_a_rank():
+    if is_first_run("rank"):
+        failure = RankFailure("raised", [1], "rank 1 raised")
+        failure.tracebacks[1] = "AssertionError: 1 is not 2"
+        raise failure
+
+
+@pytest.mark.process_lifecycle
+def test_exit_status():
+    assert not is_first_run("status")
+"""
+
+
+@pytest.mark.parametrize(
+    "timeouts, values, exit_status, reports",
+    [
+        (2, 0, 0, ["flaky: test_inner.py::test_timeout[1]", "flaky: test_inner.py::test_exit_status", "3 flaky"]),
+        (0, 2, 1, ["2 failed", "1 flaky"]),  # wrong values are not run again
+        (3, 0, 1, ["4 failed"]),  # too many
+    ],
+)
+def test_a_test_that_fails_once_is_flaky_unless_a_value_was_wrong(tmp_path, timeouts, values, exit_status, reports):
+    text = FLAKY_SUITE.format(timeouts=timeouts, values=values)
+    markers = "markers=process_lifecycle: asserts no values"
+    status, output = run_suite(tmp_path, text, "-p", "tests.helpers.flaky", "--rerun-flaky", "-o", markers)
+    assert status == exit_status, output
+    for report in reports:
+        assert report in output, output
+    if exit_status == 0:
+        assert "the first run failed:" in output and "TimeoutError: the machine is busy" in output
+        assert "the second, alone, passed:" in output and "1 passed" in output
 
 
 def test_sigint_works_although_the_caller_ignores_it():

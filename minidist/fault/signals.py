@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask a run to stop: SIGINT, SIGTERM, and SIGHUP unless this process ignores it.
 
-    A terminal that closes sends SIGHUP; `nohup` starts a program that ignores it.
+    A terminal that closes sends SIGHUP; the command nohup starts a program that ignores it.
     """
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 

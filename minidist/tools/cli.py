@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from minidist import __version__
 from minidist.config import Config
 from minidist.errors import RunError, UserError, suggest
-from minidist.tools.options import FLAT, help_width, parse_options
+from minidist.tools.options import FLAT, given_options, help_width, parse_options
 from minidist.tools.standard_streams import drop_failed_writes, open_closed_streams, watch_standard_output
 
 COMMANDS = {
@@ -204,7 +204,12 @@ def parse_train_options(argv: list[str], default_options: Sequence[str] = ()) ->
     if default_options:
         options = _parse(TrainOptions, "train", list(default_options), options)
     options = _parse(TrainOptions, "train", argv, options)
-    return options.run, options.ranks
+    return _with_given(options.run, TrainOptions, argv), options.ranks
+
+
+def _with_given(run: Config, kind: type, argv: list[str]) -> Config:
+    """Return the configuration with the names of the options that `argv` gives, besides those of a TOML file."""
+    return replace(run, given=run.given | given_options(kind, argv))
 
 
 def _base_config(argv: list[str]) -> tuple[Config, int | None]:
@@ -213,14 +218,14 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     The TOML file overrides the run to resume, which overrides the defaults.
     """
     from minidist.tools.config_file import read_config_file, read_rank_count
-    from minidist.tools.launch.resume import read_resumed_config
     from minidist.tools.launch.torchrun import is_under_torchrun
+    from minidist.train.resume import read_resumed_config
 
     file, base = _value_of(argv, "--config"), Config()
-    resume = _value_of(argv, "--checkpoint.resume")
-    if resume is None and file is not None:
-        resume = read_config_file(Path(file)).checkpoint.resume
-    if resume not in (None, "None", "none", "auto", Path("auto")):
+    how = base.checkpoint if file is None else read_config_file(Path(file)).checkpoint
+    resume = _value_of(argv, "--checkpoint.resume") or how.resume
+    inherits = how.inherit and "--checkpoint.no-inherit" not in argv
+    if inherits and resume not in (None, "None", "none", "auto", Path("auto")):
         base = read_resumed_config(Path(resume))
     if file is None:
         return base, None
@@ -259,7 +264,8 @@ def _consistency(argv: list[str]) -> int:
     options, file = ConsistencyOptions(), _value_of(argv, "--config")
     if file is not None:
         options = replace(options, run=read_config_file(Path(file), options.run))
-    return consistency(_parse(ConsistencyOptions, "consistency", argv, options))
+    options = _parse(ConsistencyOptions, "consistency", argv, options)
+    return consistency(replace(options, run=_with_given(options.run, ConsistencyOptions, argv)))
 
 
 def _chaos(argv: list[str]) -> int:
@@ -306,10 +312,13 @@ def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate.command import main
     from minidist.tools.estimate.failures import parse_failure_model
     from minidist.tools.estimate.flops import parse_measured_step
-    from minidist.tools.launch.start import choose_ranks
+    from minidist.tools.launch.start import check_offload, choose_device, choose_ranks
 
     options = _parse(_EstimateOptions, "estimate", argv, _EstimateOptions(*_base_config(argv)))
+    options = replace(options, run=_with_given(options.run, _EstimateOptions, argv))
     ranks = choose_ranks(options.run, options.ranks)
+    instead = ", or give --device cuda to estimate a run on GPUs"
+    check_offload(options.run, choose_device(options.run, ranks), ranks, instead)
     step = parse_measured_step(options.step_time_s, options.peak_tflops)
     failures = parse_failure_model(options.mtbf_s, options.save_s, options.restart_s)
     if options.parameters is not None and (step or options.block == "gpt"):

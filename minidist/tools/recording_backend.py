@@ -140,12 +140,14 @@ def _reduce_op_name(opts) -> str:
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A torch process group that records every operation and passes it on to another process group, `inner`.
+    """A torch process group that records its operations and passes them on to another process group, `inner`.
 
-    torch calls its methods, whose arguments and results are those of `dist.ProcessGroup`. ranks: ascending global
-    ranks. meter: receives a record of each operation. status: receives each launch and wait. group_name: the group's
-    name in the records. name: torch's name of the group. wait: called with a work handle and a timeout to wait for an
-    operation.
+    torch calls its methods, whose arguments and results are those of `dist.ProcessGroup`. Only a receive from any rank
+    is not recorded (`recv_anysource`). ranks: global ranks, ascending. meter: receives a record of each operation, or
+    of each of its tensors if an operation has several. status: receives each launch and wait. group_name: the group's
+    name in the records, to which torch's description of the group and, for a further group of the same name and ranks,
+    its number are appended. name: torch's name of the group. wait: called with a work handle and a timeout to wait for
+    an operation.
     """
 
     def __init__(

@@ -20,7 +20,10 @@ from minidist.tools.pieces import read_symbol_source
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright")
 from tests.helpers.browser import CHROMIUM, Notebook, jupyter_lab  # noqa: E402
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs Chromium, which is not here")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs Chromium, which is not here"),
+    pytest.mark.process_lifecycle,
+]
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]

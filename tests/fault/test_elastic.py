@@ -102,7 +102,6 @@ def test_the_ranks_of_an_attempt_agree_on_a_name_that_no_earlier_attempt_had():
         assert len(names) == 3 * (attempt + 1) and len(set(names)) == attempt + 1
 
 
-@pytest.mark.exhaustive
 def test_a_run_goes_on_when_a_node_joins(tmp_path):
     train = (*LONG, "--data.path", str(write_text(tmp_path)))
     run = Run(tmp_path)

@@ -9,6 +9,8 @@ import pytest
 
 from minidist.fault.signals import StopSignalRecorder
 
+pytestmark = pytest.mark.process_lifecycle
+
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_is_recorded_and_nothing_is_interrupted(name):

@@ -12,6 +12,8 @@ from minidist.errors import format_ranks
 from minidist.mesh import Mesh
 from minidist.tools.launch import RankFailure
 
+pytestmark = pytest.mark.process_lifecycle
+
 GRADS = GroupSpec("grads", ("dp",))
 DEADLINE_S = 30.0  # a missed verdict fails as "deadline", not as a hang
 

@@ -16,6 +16,8 @@ from tests.helpers.processes import needs_proc, run_python, wait_until
 from tests.helpers.status_pages import GRADS, mark_waiting
 from tests.helpers.watch import SimulatedRanks
 
+pytestmark = pytest.mark.process_lifecycle
+
 DEADLINE_S = 60.0
 
 

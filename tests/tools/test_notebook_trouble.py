@@ -14,6 +14,8 @@ from minidist.tools.notebook import LiveRanks
 from tests.helpers.cells import CELL_DEADLINE_S, assert_ranks_communicate, run_cell
 from tests.helpers.processes import is_alive, needs_proc, wait_until
 
+pytestmark = pytest.mark.process_lifecycle
+
 
 @pytest.fixture
 def live(server):

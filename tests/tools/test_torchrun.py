@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.processes import DEFAULT_CPU_BACKEND, is_alive, needs_proc, run_python, wait_until
 
+pytestmark = pytest.mark.process_lifecycle
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """

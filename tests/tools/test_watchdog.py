@@ -10,6 +10,8 @@ from minidist.tools.deadlock.watchdog import Watchdog
 from tests.helpers.status_pages import GRADS, mark_waiting
 from tests.helpers.watch import SimulatedRanks, Store
 
+pytestmark = pytest.mark.process_lifecycle
+
 PAIR = Channel("collective", "grads", (0, 1))
 
 

@@ -130,7 +130,7 @@ def wait_for_end_of_rank_0() -> bool:
 def report_to_torchrun(message: str) -> None:
     """Write an error message to the file that torchrun reads to report a failed rank; do nothing if it set no file.
 
-    torch's own `record` decorator does so for uncaught exceptions.
+    torch's decorator `torch.distributed.elastic.multiprocessing.errors.record` does so for uncaught exceptions.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -37,6 +37,7 @@ _INTERNALS = {
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "code.__new__", "exec", "compile", "function.__new__"),
     *("object.__getattr__", "object.__setattr__", "object.__delattr__", "sys.addaudithook"),
 }
+_SETS_ATTRIBUTE = ("object.__setattr__", "object.__delattr__")
 _PACKAGE = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -48,12 +49,13 @@ class ForbiddenAction(BaseException):
 class Guard:
     """Installed once in a grading process; `caught` is the first forbidden action.
 
-    answer: the learner's file; test_file: that of the tests, which may call the package's own piece.
+    answer: the learner's file; test_file: that of the tests, which may call the package's own piece. changed_function:
+    as `SharedCode.changed_function`.
     """
 
-    def __init__(self, answer: str, test_file: str):
+    def __init__(self, answer: str, test_file: str, changed_function: Callable[[Any, str], str | None]):
         self.answer, self.caught = answer, None
-        self._test_file = test_file
+        self._test_file, self._changed_function = test_file, changed_function
         self._secret: tuple[str, ...] = ()
         self._originals: dict[str, Callable] = {}
         self._off, self._is_auditing = False, False
@@ -135,6 +137,8 @@ class Guard:
     def _audit(self, event: str, args: tuple) -> None:
         if event == _PIECE_CALLED:
             return self._call_piece(*args)
+        if event in _SETS_ATTRIBUTE and not self._off:
+            self._sets_attribute(args[0], args[1])
         if event in _INTERNALS and not self._off and not self._is_auditing:
             self._is_auditing = True  # to look at a frame is an event of its own
             try:
@@ -152,6 +156,13 @@ class Guard:
             self._tried(f"starts or ends a process ({event})", "an answer must not start or end processes")
         elif not isinstance(args[0], int):
             self._opens(os.fsdecode(args[0]), args[2])
+
+    def _sets_attribute(self, target: Any, attribute: str) -> None:
+        """Refuse another body for a function that the tests use, in any thread: the grader sets none during a test."""
+        changed = self._changed_function(target, attribute)
+        if changed is not None:
+            self.caught = self.caught or (changed, self.line())
+            raise ForbiddenAction(changed)
 
     def _opens(self, path: str, flags: int) -> None:
         real = os.path.realpath(path)

@@ -65,7 +65,7 @@ def run_tests(world, request: Request) -> str:
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
     note = RunningCall(f"{request.folder}/note-{world.rank}")
-    guard = Guard(request.answer, request.test_file)
+    guard = Guard(request.answer, request.test_file, SHARED_CODE.changed_function)
     module = _load_tests(request)
     tests = {name: getattr(module, name) for name in request.tests}
     parameters = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
@@ -87,10 +87,11 @@ def run_tests(world, request: Request) -> str:
         try:
             with _limited(request.memory_bytes):
                 loaded = _answer(request, deferred)
+                # Each call is followed by one look at what its result meets: here, or for a program, in `Answer`.
                 effects = (
                     None if request.program else SideEffects(loaded, request.symbols, network, may_seed, refuse_changes)
                 )
-                offered["answer"] = Answer(loaded, note, refuse_changes)
+                offered["answer"] = Answer(loaded, note, *([refuse_changes] if request.program else []))
                 test(**{key: offered[key] for key in parameters[name]})
                 refuse_changes(only_met_first=False)
                 if effects is not None:

@@ -3,7 +3,7 @@
 A test compares what an answer returns with what torch, numpy and Python compute, in one process with the answer: one
 that replaces `torch.Tensor.tolist`, `len` or `exercises.testing.expect` could make every comparison succeed. So this
 module remembers the functions, classes and methods of the libraries, the package and the grader before the answer is
-loaded, and compares by identity afterwards, function bodies included.
+loaded, and compares by identity afterwards. The guard hears of a function whose body is replaced.
 
 Not covered: objects that are no functions, such as the attributes of a group, and a replacement that is undone before
 the next check. Complete protection needs tests outside the process of the answer.
@@ -11,6 +11,7 @@ the next check. Complete protection needs tests outside the process of the answe
 
 import builtins
 import sys
+from builtins import all, len, map, next, zip  # an answer could replace the built-in functions
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -57,9 +58,9 @@ _MET_FIRST = (
 )
 # By init_process_group, and by set_default_dtype.
 _SET_BY_TORCH = {("sys", "excepthook"), ("torch", "Storage")}
-_SET_BY_TESTS = "minidist.fault.simple"  # in whose modules a test puts functions of the answer
 _OWN = ("exercises", "exercise_tests", "minidist")  # packages whose classes are watched with their methods
 _BUILTINS = frozenset(vars(builtins))
+_BODY = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class _Namespace:
@@ -105,15 +106,13 @@ class SharedCode:
     """
 
     _namespaces: dict[int, _Namespace] = field(default_factory=dict)  # by the id of the module or class
-    _functions: dict[int, tuple[str, FunctionType, tuple]] = field(default_factory=dict)
+    _functions: dict[int, tuple[str, FunctionType]] = field(default_factory=dict)
     _modules: dict[str, ModuleType] = field(default_factory=dict)
     _met_first: list[_Namespace] = field(default_factory=list)
 
     def add_modules(self) -> None:
         """Watch the modules of `_LIBRARIES` and `_OWN` that are loaded and not yet watched."""
         for name, module in list(sys.modules.items()):
-            if name.startswith(_SET_BY_TESTS):
-                continue
             is_own = name.split(".")[0] in _OWN
             if isinstance(module, ModuleType) and (is_own or name in _LIBRARIES):
                 self._modules[name] = module
@@ -129,9 +128,6 @@ class SharedCode:
             if namespace.find_change() is not None:
                 namespace.accept_changes()
         self._met_first = [each for each in self._namespaces.values() if each.label in _MET_FIRST]
-        for key, (label, function, body) in list(self._functions.items()):
-            if _is_changed(function, body):
-                self._functions[key] = label, function, _body(function)
 
     def find_change(self, only_met_first: bool = False) -> str | None:
         """Return the dotted name of something that is not what it was; None if there is nothing.
@@ -146,14 +142,23 @@ class SharedCode:
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 return f"the module {name}"
-        return next((label for label, function, body in self._functions.values() if _is_changed(function, body)), None)
+        return None
+
+    def changed_function(self, target: Any, attribute: str) -> str | None:
+        """Return the message if a new value of this attribute of `target` changes the body of a watched function.
+
+        The guard asks when Python tells it of such a change, since reading every body would cost far more: each read is
+        an audit event too, and copies a page of the memory that a rank shares with its server.
+        """
+        label, function = self._functions.get(id(target), ("", None))
+        return describe_change(label) if function is target and attribute in _BODY else None
 
     def _add(self, label: str, owner: Any, inherited: frozenset[str], is_own: bool) -> None:
         namespace = self._namespaces[id(owner)] = _Namespace(label, vars(owner), inherited)
         for name, value in namespace.code().items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType):
-                self._functions[id(function)] = f"{label}.{name}", function, _body(function)
+                self._functions[id(function)] = f"{label}.{name}", function
             elif is_own and isinstance(value, type) and value.__module__.split(".")[0] in _OWN:
                 self._add_class(f"{value.__module__}.{value.__qualname__}", value)
 
@@ -165,16 +170,6 @@ class SharedCode:
 
 def _is_code(value: Any) -> bool:
     return callable(value) or issubclass(type(value), (staticmethod, classmethod, property))
-
-
-def _body(function: FunctionType) -> tuple:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
-def _is_changed(function: FunctionType, body: tuple) -> bool:
-    code, defaults, keyword_defaults = body
-    is_same = function.__code__ is code and function.__defaults__ is defaults
-    return not (is_same and function.__kwdefaults__ is keyword_defaults)
 
 
 def describe_change(name: str) -> str:

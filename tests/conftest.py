@@ -41,6 +41,7 @@ PRELOAD = (
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
     *("exercises.side_effects", "exercises.conditions"),
+    "exercises.shared_code",  # the last: it remembers the functions of the others
 )
 _SHM = Path("/dev/shm")
 

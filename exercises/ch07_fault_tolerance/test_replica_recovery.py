@@ -1,8 +1,10 @@
 """Tests of replica_recovery: processes that are killed, beside a loop in one process that nothing ever interrupts."""
 
 import dataclasses
+import functools
 import signal
 import warnings
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +23,17 @@ from minidist.precision.scaler import LossScaler
 MAY_SEED = True  # dropout masks are addressed by seeding torch
 SAMPLES, BATCH, SEED = 11, 5, 3
 TOLERANCE = 1e-9  # float64 sums in another order
+
+
+def with_own_gradients(function):
+    """Make the package's step call the answer's `local_gradients` while `function(answer, ...)` runs."""
+
+    @functools.wraps(function)
+    def run(answer, *args, **kwargs):
+        with mock.patch.object(agreement, "local_gradients", answer.local_gradients):
+            return function(answer, *args, **kwargs)
+
+    return run
 
 
 class Model(nn.Module):
@@ -117,6 +130,7 @@ class MortalDisk(RecordedDisk):
         super().write(name, data)
 
 
+@with_own_gradients
 def train_with_deaths(answer, size, steps, deaths, joiners=0, save_every=3, ahead=None):
     """Train in processes of which some die; return what those that reach the end return, and all groups.
 
@@ -126,7 +140,6 @@ def train_with_deaths(answer, size, steps, deaths, joiners=0, save_every=3, ahea
     """
 
     def train(number, rendezvous):
-        agreement.local_gradients = answer.local_gradients
         step, moment = deaths.get(number, (None, ""))
 
         def before_sample(run):
@@ -259,9 +272,9 @@ def death_while_saving(answer, world, network):
 
 
 @test(points=3, ranks=(1, 2))
+@with_own_gradients
 def begins_from_the_newest_checkpoint(answer, world, network):
     """Without `join`, train resumes from the disk; a save that fails on a full disk does not end it."""
-    agreement.local_gradients = answer.local_gradients
     run, disk = make_run(), RecordedDisk({})
     while run.step < 2:
         agreement.train_step(run, network.group)
@@ -283,9 +296,9 @@ def begins_from_the_newest_checkpoint(answer, world, network):
 
 
 @test(points=2, ranks=(1, 2))
+@with_own_gradients
 def checkpoints_hold_the_whole_state(answer, world, network):
     """A checkpoint that train has saved gives a new run every tensor, and the state after that step."""
-    agreement.local_gradients = answer.local_gradients
     run, disk = make_run(scale=8.0), RecordedDisk({})
     answer.train(run, disk, lambda group: network.group, 4, 2)
     files = {}
@@ -299,9 +312,9 @@ def checkpoints_hold_the_whole_state(answer, world, network):
 
 
 @test(points=2)
+@with_own_gradients
 def other_errors_end_the_run(answer, world, network):
     """Only a lost connection is survived: any other error ends this process, and is not hidden or tried again."""
-    agreement.local_gradients = answer.local_gradients
 
     class Bug(Exception):
         pass

@@ -11,7 +11,7 @@ the next check. Complete protection needs tests outside the process of the answe
 
 import builtins
 import sys
-from builtins import all, len, map, next, zip  # an answer could replace the built-in functions
+from builtins import all, len, map, next, zip  # noqa: UP029  an answer could replace the built-in functions
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import is_

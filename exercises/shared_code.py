@@ -56,8 +56,8 @@ _MET_FIRST = (
     "exercise_tests",
     "exercises.testing",
 )
-# By init_process_group, and by set_default_dtype.
-_SET_BY_TORCH = {("sys", "excepthook"), ("torch", "Storage")}
+# By init_process_group, by set_default_dtype, and by the import of torch._dynamo.
+_SET_BY_TORCH = {("sys", "excepthook"), ("torch", "Storage"), ("torch", "manual_seed")}
 _OWN = ("exercises", "exercise_tests", "minidist")  # packages whose classes are watched with their methods
 _BUILTINS = frozenset(vars(builtins))
 _BODY = ("__code__", "__defaults__", "__kwdefaults__")

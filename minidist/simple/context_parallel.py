@@ -19,9 +19,9 @@ from minidist.comm import Group, P2POp, all_to_all, batch_send_recv
 def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
     """Return the positions of a rank's tokens in the full sequence, (s / n,) int64, ascending.
 
-    Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk r
-    from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks have
-    equally much to compute. Raises ValueError if the sequence cannot be cut evenly.
+    Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk
+    r from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks
+    have equally much to compute. Raises ValueError if the sequence cannot be cut evenly.
     """
     num_chunks = 2 * num_ranks if zigzag and num_ranks > 1 else num_ranks
     if seq_len % num_chunks:
@@ -136,8 +136,8 @@ class RingAttention(Function):
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, zigzag: bool = True) -> Tensor:
     """Collective: return causal attention over the whole sequence, (b, heads, s / n, d).
 
-    query: (b, heads, s / n, d). key, value: (b, kv_heads, s / n, d); a head that serves several query heads is repeated.
-    Computed in at least float32, as the blocks' contributions are added up.
+    query: (b, heads, s / n, d). key, value: (b, kv_heads, s / n, d); a head that serves several query heads is
+    repeated. Computed in at least float32, as the blocks' contributions are added up.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

@@ -29,8 +29,9 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> float:
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
-    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group: the
-    ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more weight.
+    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
+    the ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more
+    weight.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)
@@ -38,7 +39,7 @@ def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> floa
 
 
 def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], add: Callable[[str, Tensor], None]) -> None:
-    """Call `add(name, gradient)` inside backward, as soon as a parameter's gradient is complete; `.grad` is left None."""
+    """Call `add(name, gradient)` inside backward, as soon as a parameter's gradient is complete. `.grad` stays None."""
 
     def take_gradient(name: str, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -52,9 +53,9 @@ class NaiveReducer:
     """Gradient reducer with one all-reduce per parameter, after backward.
 
     parameters: what the model computes with, by name. masters: what the optimizer updates, by name: the parameters
-    themselves, or wider copies of them (`mixed_precision.make_masters`); gradients are summed in their dtype. group: the
-    ranks that have the same parameters and different tokens. num_micro_batches: how many gradients of each parameter
-    come in a step.
+    themselves, or wider copies of them (`mixed_precision.make_masters`); gradients are summed in their dtype. group:
+    the ranks that have the same parameters and different tokens. num_micro_batches: how many gradients of each
+    parameter come in a step.
     """
 
     def __init__(
@@ -158,10 +159,11 @@ class BucketedReducer(NaiveReducer):
 
     def assign_buckets(self) -> list[list[str]]:
         """Return the names in each bucket. Backward computes gradients in about the reverse order of the model."""
-        buckets: list[list[str]] = []
+        buckets: list[list[str]] = [[]]
+        filled = 0
         for name in reversed(self.parameters):
             size = self.masters[name].nbytes
-            if not buckets or filled + size > self.bucket_bytes:
+            if buckets[-1] and filled + size > self.bucket_bytes:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(name)

@@ -79,8 +79,8 @@ class LossScaler:
 class Decision:
     """All ranks' decision about a step.
 
-    loss: mean token loss of the global batch in nats; None if no token counts. grad_norm: of the global gradient, before
-    clipping; NaN if it is not finite. update: whether all ranks update their parameters; otherwise none does.
+    loss: mean token loss of the global batch in nats; None if no token counts. grad_norm: of the global gradient,
+    before clipping; NaN if it is not finite. update: whether all ranks update their parameters; otherwise none does.
     overflowed: whether scaled gradients overflowed on any rank. stop: whether any rank asked for the end of the run.
     """
 
@@ -96,9 +96,9 @@ def agree_on_step(
 ) -> Decision:
     """Collective: make one decision for all ranks, before the first of them has written a parameter.
 
-    loss, squared_norm: this rank's parts of the global batch's loss and of the squared gradient norm. stop: whether this
-    rank wants the run to end. num_tokens: in the global batch; 0 skips the step. group: all ranks. One overflow on one
-    rank makes the sum non-finite on all of them.
+    loss, squared_norm: this rank's parts of the global batch's loss and of the squared gradient norm. stop: whether
+    this rank wants the run to end. num_tokens: in the global batch; 0 skips the step. group: all ranks. One overflow on
+    one rank makes the sum non-finite on all of them.
     """
     vector = torch.tensor([loss, squared_norm, float(stop)], dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group)

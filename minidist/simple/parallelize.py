@@ -1,7 +1,7 @@
-"""Composition: all parallelisms of a layout applied to one plain model, in one fixed order, on a mesh pp x dp x cp x tp.
+"""Composition: all parallelisms of a layout, applied to one plain model in one fixed order.
 
-`group_specs` declares the process groups, `parallelize` returns this rank's part of the model with its gradient reducer,
-`describe_parameters` says which box of each global tensor this rank holds, and which ranks hold the same one.
+`group_specs` declares the process groups, `parallelize` returns this rank's part of the model with its gradient
+reducer, `describe_parameters` says which box of each global tensor this rank holds, and which ranks hold the same one.
 """
 
 import math
@@ -38,10 +38,10 @@ EMBEDDING = "model.embed_tokens.weight"
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Return the process groups of a layout, in the order in which all ranks create them.
 
-    grads: the ranks with the same parameters and different tokens. tensor, context, activations, gradients: the ranks of
-    one axis. heads: tp ranks with a replica of the same key-value heads. tied: the first and last stage. If replicas
-    train separately (local SGD, DiLoCo), grads lies inside a replica, replica has all its ranks, and outer has the ranks
-    with the same coordinates in each replica.
+    grads: the ranks with the same parameters and different tokens. tensor, context, activations, gradients: the ranks
+    of one axis. heads: tp ranks with a replica of the same key-value heads. tied: the first and last stage. If replicas
+    train separately (local SGD, DiLoCo), grads lies inside a replica, replica has all its ranks, and outer has the
+    ranks with the same coordinates in each replica.
     """
     num_replicas = config.num_replicas(mesh)
     each = mesh.dp // num_replicas

@@ -116,8 +116,8 @@ class PipelineExecutor:
     sends, and each direction has a process group of its own, in which transfers are in the order of the micro-batches.
 
     actions: of this stage. activations, gradients: groups of all stages, in order. add: called with the name and the
-    gradient of a parameter by a split backward, whose gradients do not pass through hooks. parameters: of this stage, by
-    name. peak_in_flight: the largest number of micro-batches between their forward and the end of their backward.
+    gradient of a parameter by a split backward, whose gradients do not pass through hooks. parameters: of this stage,
+    by name. peak_in_flight: the largest number of micro-batches between their forward and the end of their backward.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class PipelineExecutor:
 
         run_stage: runs this stage's layers on a micro-batch, whose number it gets with the previous stage's hidden
         states (None on the first stage), and returns hidden states, on the last stage the micro-batch's part of the
-        loss. empty_hidden: allocates a tensor for the hidden states of a micro-batch. skip: the same on all stages. on_backward_done: called
-        when this stage has done a micro-batch's backward.
+        loss. empty_hidden: allocates a tensor for the hidden states of a micro-batch. skip: the same on all stages.
+        on_backward_done: called when this stage has done a micro-batch's backward.
         """
         self.run_stage, self.empty_hidden = run_stage, empty_hidden
         self.in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # hidden states that came in, output

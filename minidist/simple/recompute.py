@@ -14,8 +14,8 @@ from torch.autograd import Function
 class Recompute(Function):
     """`Recompute.apply(run, arguments, hidden, anchor)` returns `run(hidden, *arguments)`, and saves only `hidden`.
 
-    The backward inside of this one gives the parameters their gradients. anchor: any tensor that requires a gradient, so
-    that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
+    The backward inside of this one gives the parameters their gradients. anchor: any tensor that requires a gradient,
+    so that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
     """
 
     @staticmethod

@@ -2,8 +2,9 @@
 
 A column-parallel layer has some of the output features, a row-parallel layer some of the input features. One after the
 other, as in the MLP and in attention, they need one sum over the ranks in forward and one in backward (Shoeybi et al.
-2019, arXiv 1909.08053, section 3). Sequence parallelism splits each sum into a reduce-scatter and an all-gather, so that
-norms and residuals between the layers see 1/n of the tokens (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+2019, arXiv 1909.08053, section 3). Sequence parallelism splits each sum into a reduce-scatter and an all-gather, so
+that norms and residuals between the layers see 1/n of the tokens (Korthikanti et al. 2022, arXiv 2205.05198, section
+4.2.2).
 
 Shapes: b samples, s tokens, h features, n ranks.
 """
@@ -117,7 +118,7 @@ class Region:
         self.group, self.sequence_parallel = group, sequence_parallel
 
     def enter(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: give every rank all tokens. Outside, (b, s / n, h) if sequence-parallel."""
+        """Collective in forward or backward: give every rank all tokens; `x` is (b, s / n, h) if sequence-parallel."""
         return (GatherSequence if self.sequence_parallel else CopyToRegion).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:

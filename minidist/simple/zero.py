@@ -145,7 +145,7 @@ class ZeroStage1:
             self.gradients[name] = gradient.to(self.dtype, copy=True)
 
     def reduce(self, flat: FlatParameter) -> None:
-        """Collective: reduce-scatter the local gradients of a flat parameter; add the result to its shard's gradient."""
+        """Collective: reduce-scatter the local gradients of a flat parameter, and add the result to its `grad`."""
         mine = {name: self.gradients.pop(name) for name in flat.parameters if name in self.gradients}
         summed = torch.empty(flat.shard_size, dtype=self.dtype, device=self.device)
         reduce_scatter(summed, flat.flatten(mine, self.dtype), self.group)
@@ -193,7 +193,8 @@ class ZeroStage2(ZeroStage1):
     """Stage 1 that reduces the gradients of each block as soon as its backward is over, and then frees them.
 
     So a rank never has the unreduced gradients of more than one block, but sends them once per micro-batch. The root's
-    are reduced at the end of the step: the gradient of an embedding that another pipeline stage shares is complete then.
+    are reduced at the end of the step: the gradient of an embedding that another pipeline stage shares is complete
+    then.
     """
 
     def clear(self) -> None:

@@ -56,7 +56,7 @@ def loader():
 
 
 def train_simple(world, config):
-    """Train some steps; return of each the loss, the norm and this rank's gradients with their boxes, and the masters."""
+    """Train; return each step's loss, norm and gradients, the parameters in the end, and the held-out loss."""
     from minidist.simple.engine import Engine
     from minidist.simple.parallelize import group_specs, parallelize
 

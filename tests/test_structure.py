@@ -21,7 +21,7 @@ SIMPLE_FILE_LINES = 150
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
-    {"errors", "hashing", "mesh", "parameters", "config"},
+    {"errors", "hashing", "mesh", "parameters", "config", "learning_rate"},
     {"comm"},
     {
         "models",

@@ -81,12 +81,14 @@ class Decision:
 
     loss: mean token loss of the global batch in nats; None if no token counts. grad_norm: of the global gradient,
     before clipping; NaN if it is not finite. update: whether all ranks update their parameters; otherwise none does.
-    overflowed: whether scaled gradients overflowed on any rank. stop: whether any rank asked for the end of the run.
+    is_finite: whether loss and norm are finite. overflowed: whether scaled gradients overflowed on any rank. stop:
+    whether any rank asked for the end of the run.
     """
 
     loss: float | None
     grad_norm: float
     update: bool
+    is_finite: bool
     overflowed: bool
     stop: bool
 
@@ -112,6 +114,7 @@ def agree_on_step(
         loss=total if num_tokens else None,
         grad_norm=math.sqrt(square) if is_finite else math.nan,
         update=is_finite and num_tokens > 0,
+        is_finite=is_finite,
         overflowed=overflowed,
         stop=stops > 0,
     )

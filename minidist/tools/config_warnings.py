@@ -6,10 +6,10 @@ from typing import Any
 
 from minidist.config import Config
 from minidist.errors import UserError
+from minidist.learning_rate import learning_rate
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
 from minidist.tools.chaos.faults import parse_fault
-from minidist.train.schedule import learning_rate
 from minidist.validation import option_value, validate
 
 # Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may

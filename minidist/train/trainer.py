@@ -23,6 +23,7 @@ from minidist.fault import checkpoint, folders
 from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
 from minidist.fault.signals import StopSignalRecorder
+from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
@@ -32,7 +33,6 @@ from minidist.train.engine import Engine
 from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.resume import check_resumable
 from minidist.train.same_program import check_same_program
-from minidist.train.schedule import learning_rate
 from minidist.validation import validate
 
 Result = TypeVar("Result")

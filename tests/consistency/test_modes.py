@@ -19,7 +19,7 @@ from minidist.parallelize import group_specs, parallelize
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.engine import Engine
-from minidist.train.schedule import learning_rate
+from minidist.learning_rate import learning_rate
 from minidist.validation import validate
 from tests.helpers.consistency_runs import (
     ADAMW,

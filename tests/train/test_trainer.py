@@ -18,7 +18,7 @@ from minidist.models.transformer import Transformer
 from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.tools.launch import RankFailure
 from minidist.train.engine import Engine
-from minidist.train.schedule import learning_rate
+from minidist.learning_rate import learning_rate
 from tests.helpers.small_run import small_config, train_small, with_changes, write_text
 
 

@@ -1,14 +1,15 @@
 # Three commands set everything up on a fresh machine: `make train`, `make lab` and `make test`.
 #
-# The virtual environment .venv and the install are skipped while pyproject.toml is unchanged. pip's own configuration is
-# honoured, and a torch that this Python has already, in the right range, is used as it is.
+# The virtual environment .venv and the install are skipped while pyproject.toml and constraints.txt are unchanged. pip's
+# own configuration is honoured, and a torch that this Python has already, in the right range, is used as it is.
 #
-# CPU=1 installs the CPU build of torch (0.2 GB instead of 2.7 GB). Its wheels are on PyTorch's own index; unless pip is
-# configured to use that index, give its address, which PyTorch's "Start locally" page shows: make CPU=1 TORCH_INDEX=... train
+# CPU=1 installs the CPU build of torch (0.2 GB instead of 2.7 GB): with pip's own configuration if that offers this build,
+# else from PyTorch's index. TORCH_INDEX=<address> names another index, in place of both.
 
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(if $(CPU),.venv/torch-cpu)
+PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(b''.join(open(f, 'rb').read() for f in ('pyproject.toml', 'constraints.txt'))).hexdigest()[:16])")
 
 .PHONY: train lab weave test test-all constraints bench clean
@@ -26,6 +27,7 @@ weave: .venv/course-$(STAMP)
 
 # The gate, which decides whether a change lands, and the exhaustive suite (CONTRIBUTING.md says what is in which). A test
 # that a busy machine may have failed runs once more, alone (tests/helpers/flaky.py).
+#
 # Three workers for two cores: while the ranks of one test wait for each other, those of another compute. Bytecode is
 # stored whatever the environment says: hundreds of processes import the package.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
@@ -69,11 +71,16 @@ constraints:
 	$(PYTHON) -m venv .venv $$($(PYTHON) -c "import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); print('--system-site-packages' * ((2, 11) <= v < (2, 14)))" 2>/dev/null)
 	@touch $@
 
-# Asking for the build by name fails within a second where pip knows only the CUDA build; on macOS every build is a CPU build.
+# Asking for the build by name fails within a second where pip knows only the CUDA build; on macOS every build is a CPU
+# build. The first try is silent about that; the second shows what pip reports. An index that cannot be reached is asked
+# twice, not six times, as pip does for each package by default.
 .venv/torch-cpu: | .venv/python
-	@$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0$(if $(filter Linux,$(shell uname)),+cpu)' \
-	  || { echo; echo "CPU=1: pip is not configured for the index of torch's CPU builds. Give its address, from PyTorch's page" \
-	  "'Start locally' (Compute Platform: CPU): make CPU=1 TORCH_INDEX=<address> train"; false; }
+	@install() { $(BIN)/python -m pip install --disable-pip-version-check --retries 1 \
+	    'torch==2.13.0$(if $(filter Linux,$(shell uname)),+cpu)' "$$@"; }; \
+	$(if $(TORCH_INDEX),install --index-url '$(TORCH_INDEX)',install 2> /dev/null || install --extra-index-url $(PYTORCH_CPU_INDEX)) \
+	  || { echo; echo "CPU=1: the CPU build of torch cannot be installed $(if $(TORCH_INDEX),from $(TORCH_INDEX),with pip's own \
+	configuration or from $(PYTORCH_CPU_INDEX)); pip's report is above." \
+	  "Name an index of CPU builds that this machine can reach: make CPU=1 TORCH_INDEX=<address> $(or $(MAKECMDGOALS),train)"; false; } >&2
 	@touch $@
 
 clean:

@@ -20,7 +20,7 @@ def available(packages: Mapping[str, str | None], ranks: int, global_batch: int)
     names, left_out = [], []
     for name, package in packages.items():
         if package and not importlib.util.find_spec(package):
-            left_out.append(f"{name} left out: {package} is not installed: pip install 'minidist[peers]'")
+            left_out.append(f"{name} left out: {package} is not installed: pip install -e '.[peers]'")
         elif name.startswith("DeepSpeed") and global_batch % ranks:
             left_out.append(f"{name} left out: its global batch of {global_batch} must divide by {ranks} ranks")
         else:

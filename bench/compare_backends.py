@@ -13,7 +13,7 @@ from bench.bootstrap import ConfidenceInterval, median_interval, paired_ratios, 
 from bench.environment import THREADS_PER_RANK, describe_machine
 from bench.time_backends import BACKENDS, COPY, SIZES
 from bench.workload import Workload
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_count
 from minidist.tools.launch import RankServer
 
 # Relative to the loss, for 4 ranks: the backends add in different orders. With 2 ranks losses are equal bit for bit.
@@ -46,7 +46,7 @@ def _report(results: list[OperationResult], losses: dict, options: argparse.Name
     console = command_line.make_console()
     print_results(results, console)
     cores = describe_machine()["cores"]
-    title = f"{options.rounds} rounds, float32, {THREADS_PER_RANK} thread per rank, {cores} cores"
+    title = f"{format_count(options.rounds, 'round')}, float32, {THREADS_PER_RANK} thread per rank, {cores} cores"
     header = {"machine": describe_machine("gloo and shm"), "rounds": options.rounds, "losses": losses}
     records = [asdict(result) | {"min_ratio": result.min_ratio, "verdict": result.verdict} for result in results]
     command_line.write_json(options.json, header | {"results": records})

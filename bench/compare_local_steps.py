@@ -20,7 +20,7 @@ from bench import command_line
 from bench.bootstrap import ConfidenceInterval, paired_interval, slowest_rank_times
 from bench.environment import describe_machine
 from bench.namespaces import two_nodes, why_impossible
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_count
 from minidist.tools.launch import RankServer
 
 LIMIT = 1.05  # wanted: the step time of local SGD and DiLoCo, relative to no communication at all
@@ -109,7 +109,8 @@ def _report(
     ratios: dict[str, ConfidenceInterval],
     ratios_to_torch: dict[str, ConfidenceInterval],
 ) -> None:
-    title = f"{options.ranks} ranks on 2 nodes, {options.mbit:g} Mbit/s, h = {options.h}, {options.rounds} rounds"
+    rounds = format_count(options.rounds, "round")
+    title = f"{options.ranks} ranks on 2 nodes, {options.mbit:g} Mbit/s, h = {options.h}, {rounds}"
     table = Table(title=title, caption="medians of paired ratios, with 95 % intervals")
     for column in ("", "ms per step", "to no communication", "to torch local SGD"):
         table.add_column(column, justify="right" if column else "left")

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench import command_line
 from bench.environment import describe_machine
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_count
 from minidist.tools.launch import RankServer
 
 LIMIT_S = 2.0  # wanted: at most this long beyond an empty program
@@ -175,7 +175,11 @@ def _report(times_s: dict[str, list[float]], options: argparse.Namespace) -> dic
     """Print a table and the difference that has a target; return the difference."""
     console = command_line.make_console()
     table = Table(
-        "", "median (s)", "least (s)", "most (s)", title=f"{options.ranks} ranks, {options.rounds} kills each"
+        "",
+        "median (s)",
+        "least (s)",
+        "most (s)",
+        title=f"{format_count(options.ranks, 'rank')}, {format_count(options.rounds, 'kill')} each",
     )
     for name, seconds in times_s.items():
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(seconds), min(seconds), max(seconds))))

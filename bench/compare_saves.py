@@ -12,7 +12,7 @@ from bench import command_line
 from bench.bootstrap import ConfidenceInterval, paired_interval
 from bench.environment import THREADS_PER_RANK, describe_machine
 from bench.time_saves import BACKGROUND, CONTENDERS, COPY, Timing, time_saves
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.launch import RankServer
 
 # (what, contender, baseline, upper limit of the ratio)
@@ -95,7 +95,10 @@ def _measure(server: RankServer, ranks: int, options: argparse.Namespace) -> dic
 def _report(ranks: int, values: dict[str, dict[str, np.ndarray]], options: argparse.Namespace) -> list[dict]:
     """Print a table of medians and the ratios that have targets; return the ratios."""
     console = command_line.make_console()
-    title = f"{ranks} rank{'s' * (ranks > 1)}, {options.mib} MiB of float32 in all, medians of {options.rounds} rounds"
+    title = (
+        f"{format_count(ranks, 'rank')}, {options.mib} MiB of float32 in all, medians of "
+        f"{format_count(options.rounds, 'round')}"
+    )
     table = Table("", "training waits (ms)", "until on disk (ms)", "peak memory grows (MiB)", title=title)
     for name, by in values.items():
         stall, save, memory = (float(np.median(by[quantity])) for quantity in QUANTITIES)

@@ -13,6 +13,7 @@ from bench.contenders import NO_COMMUNICATION
 from bench.environment import describe_machine, describe_workload
 from bench.time_contenders import TOLERANCE
 from bench.workload import Workload
+from minidist.errors import format_count
 
 MINIDIST_PREFIX = "minidist"  # of the names of minidist's contenders
 MODE_DESCRIPTIONS = {
@@ -26,7 +27,7 @@ def title(work: Workload, rounds: int, steps: int, backend: str) -> str:
     machine, workload = describe_machine(backend), describe_workload(work)
     return (
         f"{workload['parameters'] / 1e6:.2f}M parameters, global batch {workload['global_batch']} x "
-        f"{workload['seq_len']} tokens, {rounds} rounds with turns of {steps} steps\n"
+        f"{workload['seq_len']} tokens, {format_count(rounds, 'round')} with turns of {format_count(steps, 'step')}\n"
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads_per_rank']} thread per rank, torch "
         f"{machine['torch']}, backend {machine['backend']}"
     )

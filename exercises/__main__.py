@@ -36,7 +36,7 @@ from exercises.submissions import read_submissions
 from exercises.train import has_route, passed_pieces, read_piece, train
 from exercises.watch import Watcher
 from exercises.work import Work
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 from minidist.tools.cli import format_usage, run_to_exit_code
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.threads import usable_cores
@@ -247,19 +247,40 @@ def _summary(kind: type) -> str:
 
 
 def _start(options: _Options, catalogue: Catalogue, work: Work) -> int:
-    done = work.update(catalogue)
-    for action, files in done.items():
-        for file in files:
-            newer = "  (you have edited it; the course has a newer version)" if action == "kept" else ""
-            print(f"{action:<8}{file}{newer}")
-    if not any(done.values()):
-        print(f"{work.folder} is up to date")
+    _update(options, catalogue, work)
+    exercise = work.next_exercise(catalogue)
+    if exercise is not None:
+        print(
+            f"next: {_PROGRAM} lab opens the course in JupyterLab. Without JupyterLab, edit\n"
+            f"{_short(work.file(exercise))} and check it: {_PROGRAM} check {exercise.name}"
+        )
     return 0
 
 
+def _update(options: _Options, catalogue: Catalogue, work: Work) -> int:
+    done = work.update(catalogue)
+    changes = []
+    for action in ("added", "renewed"):
+        notebooks = sum(file.suffix == ".ipynb" for file in done[action])
+        numbers = ((len(done[action]) - notebooks, "exercise"), (notebooks, "notebook"))
+        if some := [format_count(number, noun) for number, noun in numbers if number]:
+            changes.append(f"{' and '.join(some)} {action}")
+    if changes or not done["kept"]:
+        print(f"{_short(work.folder)}: {', '.join(changes) or 'up to date'}")
+    for file in done["kept"]:
+        print(f"kept {_short(file)}: you have edited it; the course has a newer version")
+    return 0
+
+
+def _short(path: Path) -> Path:
+    """The path relative to the current folder, if it lies below."""
+    path = path.absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _lab(options: LabOptions, catalogue: Catalogue, work: Work, rest: list[str]) -> int:
-    _start(options, catalogue, work)
-    sys.stdout.flush()  # the output of _start, before JupyterLab replaces this process
+    _update(options, catalogue, work)
+    sys.stdout.flush()  # before JupyterLab replaces this process
     start_jupyterlab(work, rest)
     return 0
 
@@ -377,7 +398,7 @@ def _grade(options: GradeOptions, catalogue: Catalogue, work: Work) -> int:
     errors = [record for record in done if record.verdict == "error"]
     for record in errors:
         print(f"{record.student} {record.exercise}: not graded: {record.message}", file=sys.stderr)
-    print(f"{len(done)} checks, {len(errors)} not graded; the records are in {records.file}")
+    print(f"{format_count(len(done), 'check')}, {len(errors)} not graded; the records are in {records.file}")
     return 1 if errors else 0
 
 
@@ -417,7 +438,7 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
             print(f"{exercise.name:<26}{state:<6}{time.perf_counter() - start_s:6.1f} s", flush=True)
     if not chosen:
         gate.run([])
-    print("\n".join(gate.problems) or f"{gate.checked} exercises, all green")
+    print("\n".join(gate.problems) or f"{format_count(gate.checked, 'exercise')}, all green")
     return 0 if gate.green else 1
 
 
@@ -440,7 +461,7 @@ def _new(options: NewOptions, catalogue: Catalogue, work: Work) -> int:
 COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
     "start": (StartOptions, _start),
     "lab": (LabOptions, _lab),
-    "update": (UpdateOptions, _start),
+    "update": (UpdateOptions, _update),
     "list": (ListOptions, _list),
     "check": (CheckOptions, _check),
     "watch": (WatchOptions, _watch),

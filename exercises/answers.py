@@ -5,7 +5,7 @@ An answer is a table `[right.NAME]` or `[wrong.NAME]`, and the rest of the cours
 * `note`: a right answer's difference from the solution; what is wrong with a wrong one, as the solution's list of usual
   wrong answers tells the learner.
 * `caught_by` (wrong answers only): the test that must fail. `finding`: the kind of its finding, for an answer that is
-  broken rather than wrong (`raised`, `hang`, ...).
+  broken rather than wrong ("raised", "deadlock", ...).
 * `edits`: a list of `{ find = ..., replace = ... }`. Each `find` is exact text that occurs once in the solution; the
   edits must not overlap. `of` names a right answer that the edits change instead of the solution.
 * `text`: the whole program, for an answer that has little in common with the solution.

@@ -23,7 +23,7 @@ KINDS = {
     "debug": ("defines", "guards", "changes", "fails", "fault"),
     "predict": ("changes",),
 }
-_OPTIONAL = {"piece": ("also", "optional")}
+_OPTIONAL = {"piece": ("also", "optional", "one_rank")}
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
@@ -65,8 +65,9 @@ class Exercise:
     whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
-    route: `always` if every training run calls the piece; otherwise the options of `minidist train` under which it does
-    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or `none: ` and the reason.
+    route: "always" if every training run calls the piece; otherwise the options of `minidist train` under which it does
+    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or "none: " and the reason. one_rank:
+    whether one rank alone calls the piece in such a run, as it is the server.
     why: the solution's note.
     """
 
@@ -91,6 +92,7 @@ class Exercise:
     fails: str = ""
     fault: str = ""
     optional: bool = False
+    one_rank: bool = False
 
     @property
     def chapter(self) -> str:

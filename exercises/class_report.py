@@ -16,7 +16,7 @@ from exercises.catalogue import Exercise
 from exercises.grade import Record, totals
 from exercises.stubs import generate_answer
 from exercises.submissions import Submission
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.output_files import write_atomically
 
 _SHOWN = 3  # kinds of failure per exercise
@@ -146,7 +146,7 @@ def _points_text(points: Mapping[str, tuple[int, int]]) -> str:
     most = max((of for _, of in points.values()), default=0)
     mean = sum(earned) / max(1, len(earned))
     middle = sorted(earned)[len(earned) // 2] if earned else 0
-    return f"{len(points)} students; {mean:.0f} of {most} points on average, median {middle}"
+    return f"{format_count(len(points), 'student')}; {mean:.0f} of {most} points on average, median {middle}"
 
 
 def _as_markdown(results: Sequence[ExerciseResult], points: Mapping[str, tuple[int, int]]) -> str:

@@ -3,8 +3,8 @@
 A mutant changes one expression, and a catalogued wrong answer is written for one exercise. These mistakes are the same
 for all exercises: a result kept from an earlier call, a group remembered, a narrower dtype, an early return, a handle
 that nobody waits for. `python -m exercises gate --mistakes` makes each of them in every solution and lists those that
-the tests do not notice. A mistake without effect in an exercise does not count: it calls `_effect()` where it changes
-something, and a second program, in which that raises, tells the two apart.
+the tests do not notice. A mistake without effect in an exercise does not count: its wrapper calls `_effect()` where it
+changes something, and a second program, in which that raises, tells the two apart.
 """
 
 import ast

@@ -37,7 +37,7 @@ class ForbiddenAction(BaseException):
 
 
 class Guard:
-    """LearnerPiece once in a grading process; `caught` is the first forbidden action.
+    """Installed once in a grading process; `caught` is the first forbidden action.
 
     answer: the learner's file; test_file: that of the tests, which may call the package's own piece.
     """

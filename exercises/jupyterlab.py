@@ -38,6 +38,8 @@ def jupyterlab_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def start_jupyterlab(work: Work, options: Sequence[str] = ()) -> None:
     """Replace this process by JupyterLab. Raises UserError if it is not installed."""
     if importlib.util.find_spec("jupyterlab") is None:
-        raise UserError("JupyterLab is not installed here; make lab installs it, and so does pip install '.[course]'")
+        raise UserError(
+            "JupyterLab is not installed here; make lab installs it, and so does pip install -e '.[course]'"
+        )
     arguments = jupyterlab_command(work, options)
     os.execve(arguments[0], arguments, jupyterlab_environment(os.environ))

@@ -83,7 +83,7 @@ note = "zeros"
 def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Path]:
     """Write all files of an exercise about a symbol of the package; return them.
 
-    chapter: the folder of exercises, as `ch03_communication`. piece: `module:symbol`; the learner writes the body
+    chapter: the folder of exercises, as "ch03_communication". piece: `module:symbol`; the learner writes the body
     of the function, or of the longest method of the class whose first and last line occur once. Raises UserError when
     the exercise exists already or its stub cannot be generated; then no file is left behind.
     """
@@ -127,7 +127,7 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
 
 
 def find_placeholders(exercise: Exercise) -> list[str]:
-    """List the placeholders of `create` that are still unwritten."""
+    """List the placeholders of `create_exercise` that are still unwritten."""
     texts = {"title": exercise.title, "route": exercise.route, "statement": exercise.statement, "why": exercise.why}
     texts |= {f"hint {number}": hint for number, hint in enumerate(exercise.hints, start=1)}
     texts |= {f"blank {number}": change.put for number, change in enumerate(exercise.changes, start=1)}

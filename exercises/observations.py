@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.testing import Wrong
+from minidist.tools.recording_backend import is_backend_reference
 
 
 def timeline(network) -> list[str]:
@@ -97,8 +98,8 @@ class PeakMemory:
 class LiveTensorMemory:
     """Memory of the live tensors created inside a `with` block: `memory.nbytes()`, each storage counted once.
 
-    Counts only what Python references: a backend frees its send buffers from its own thread, at a random time, so a
-    peak with communication varies from run to run.
+    Counts what Python references, without cyclic garbage, and not what only the thread of a communication backend still
+    references: either is freed at a random time, later on a busy machine.
     """
 
     def __enter__(self) -> "LiveTensorMemory":
@@ -110,7 +111,9 @@ class LiveTensorMemory:
         gc.unfreeze()
 
     def nbytes(self) -> int:
-        storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        storages = [each.untyped_storage() for each in tensors if not is_backend_reference(each)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

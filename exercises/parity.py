@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from exercises.catalogue import Exercise
 from exercises.train import LearnerPiece, PieceChoice, conflicting_option, has_route, install_pieces
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
@@ -54,7 +54,7 @@ def print_parity(exercise: Exercise, piece: LearnerPiece, ranks: int, server: "R
     from minidist.tools.parity.command import format_result_row
 
     cases, equal = choose_cases(exercise, ranks), True
-    print(f"{exercise.name}: {len(cases)} layouts that call it", flush=True)
+    print(f"{exercise.name}: {format_count(len(cases), 'layout')} that call it", flush=True)
     for case, row in run_parity(piece, cases, server):
         equal = equal and isinstance(row, dict) and row["ok"]
         lines = format_result_row(row) if isinstance(row, dict) else [case.name, *row.splitlines()]

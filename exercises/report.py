@@ -10,7 +10,7 @@ MAX_LINES = 14
 
 
 def format_finding(finding: Finding, max_lines: int = MAX_LINES) -> list[str]:
-    """Format one finding in at most `most` lines: the fault, the call that shows it, rank, expected, got, line."""
+    """Format one finding in at most `max_lines` lines: the fault, the call that shows it, rank, expected, got, line."""
     facts = {
         "for": finding.call,
         "rank": f"{finding.rank} of {finding.size}" if finding.size > 1 and finding.kind != "deadlock" else "",

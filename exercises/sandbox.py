@@ -173,6 +173,9 @@ class SandboxedRankServer(RankServer):
         self._receive_until(lambda: self._listening is not None)
         return self._listening
 
+    def check_network(self, ranks: int) -> None:
+        """Do nothing: the sandbox has a loopback interface of its own."""
+
     def ensure_ready(self) -> None:
         """Block until the server can start ranks; restart the sandbox if the server has died."""
         if self._has_ended or self._process.poll() is not None:

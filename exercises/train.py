@@ -1,8 +1,8 @@
 """Training with the learner's code: the trainer with the learner's passed pieces in place of the package's.
 
 A piece is used if its exercise is passed, its file has not changed since, and the run's options call it: `route` of
-exercise.toml is `always`, the options needed, or `none: ` and the reason. At the end every rank reports its calls; a
-piece that was never called although it should have been is an error.
+exercise.toml is "always", the options needed, or "none: " and the reason. At the end every rank reports its calls; a
+piece that some rank never called although it should have is an error.
 """
 
 import ast
@@ -26,12 +26,16 @@ _CALLS = "__calls__"
 
 @dataclass(frozen=True)
 class LearnerPiece:
-    """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last. source: of the file."""
+    """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last. source: of the file.
+
+    one_rank: whether one rank alone calls it, instead of every rank.
+    """
 
     name: str
     symbols: tuple[str, ...]
     file: str
     source: str
+    one_rank: bool = False
 
 
 @dataclass
@@ -129,7 +133,7 @@ def has_route(exercise: Exercise) -> bool:
 def read_piece(exercise: Exercise, work: Work) -> LearnerPiece:
     """Read the learner's file for the ranks."""
     file = work.file(exercise)
-    return LearnerPiece(exercise.name, exercise.pieces, str(file), file.read_text())
+    return LearnerPiece(exercise.name, exercise.pieces, str(file), file.read_text(), exercise.one_rank)
 
 
 def train_with_pieces(world: "World", config: "Config", pieces: Sequence[LearnerPiece]) -> None:
@@ -146,7 +150,12 @@ def train_with_pieces(world: "World", config: "Config", pieces: Sequence[Learner
         for line in format_calls(pieces, calls_by_rank):
             print(line, flush=True)
     comm.barrier(control)
-    if unused := [piece.name for piece in pieces if not all(counts.get(piece.name) for counts in calls_by_rank)]:
+    unused = [
+        piece.name
+        for piece in pieces
+        if not (any if piece.one_rank else all)(counts.get(piece.name) for counts in calls_by_rank)
+    ]
+    if unused:
         raise RunError(f"some rank never called {', '.join(unused)}, although this run's options should call it")
 
 
@@ -229,7 +238,7 @@ def _same(value: Any, word: str) -> bool:
 
 
 def symbol_name(symbol: str) -> str:
-    """`block` of `minidist.data.partition:block_partition`."""
+    """Return the last part of `module:symbol`: "block_partition" of `minidist.data.partition:block_partition`."""
     return symbol.partition(":")[2]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from exercises.attempt import grade_attempt
 from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.launch import RankServer
 
 _POLL_S = 0.1
@@ -36,7 +36,7 @@ class Watcher:
         self._last_stamps = dict(self._graded)  # at the last poll
         if not self._graded:
             raise UserError(f"there is no file in {work.folder}; python -m exercises start copies the stubs there")
-        self.current = catalogue[name] if name else self._unsolved()
+        self.current = catalogue[name] if name else work.next_exercise(catalogue)
         if self.current is None:
             raise UserError("you have passed every exercise; to watch one all the same, name it")
         self._announce()
@@ -68,7 +68,7 @@ class Watcher:
             return
         self._show(f"\n{text}")
         if verdict.passed and (exercise is self.current or self._passed(self.current)):
-            self.current = self._unsolved() or exercise
+            self.current = self._work.next_exercise(self._catalogue) or exercise
             if self.current is exercise:
                 self._show("\nyou have passed every exercise")
             else:
@@ -77,13 +77,9 @@ class Watcher:
 
     def _announce(self) -> None:
         exercise = self.current
-        text = f"next: {exercise.section} {exercise.title} ({exercise.points} points, {exercise.minutes} minutes)"
+        size = f"{format_count(exercise.points, 'point')}, {format_count(exercise.minutes, 'minute')}"
+        text = f"next: {exercise.section} {exercise.title} ({size})"
         self._show(f"{text}\nsave {self._work.file(exercise)} to check it; Ctrl-C ends")
-
-    def _unsolved(self) -> Exercise | None:
-        """Return the first exercise that is not passed; optional ones come last."""
-        left = [exercise for exercise in self._catalogue.values() if not self._passed(exercise)]
-        return min(left, key=lambda exercise: exercise.optional, default=None)
 
     def _passed(self, exercise: Exercise) -> bool:
         return bool(self._work.entry(exercise).get("passed"))

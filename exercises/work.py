@@ -48,6 +48,11 @@ class Work:
                 copied[name] = now
         return done
 
+    def next_exercise(self, catalogue: Catalogue) -> Exercise | None:
+        """Return the first exercise that the learner has not passed, optional ones last; None if all are passed."""
+        left = [exercise for exercise in catalogue.values() if not self.entry(exercise).get("passed")]
+        return min(left, key=lambda exercise: exercise.optional, default=None)
+
     def reset(self, exercise: Exercise) -> Path | None:
         """Replace the learner's file by the stub; return the backup, None if no file was edited."""
         file, content = self.file(exercise), exercise.stub.read_bytes()

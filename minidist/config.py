@@ -210,11 +210,14 @@ class ConsistencyConfig:
     """Number of replicas; it divides mesh.dp, and each replica has dp / replicas x pp x cp x tp ranks with ZeRO inside.
     When not given, each data-parallel rank is a replica."""
     outer_lr: float = 0.7
-    """Learning rate of diloco's outer step; 1 without momentum gives the same as local."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of diloco's outer step."""
+    """Learning rate of diloco's outer step; 1 without momentum gives the same as local, and suits muon better than the
+    default, which is for adamw."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of diloco's outer step. Momentum raised the loss of short runs with adamw
+    (docs/benchmarks.md); the paper has 0.9, for hundreds of merges."""
     exchange: Literal["full", "int8"] = "full"
-    """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values."""
+    """How diloco sends the averaged difference. int8: one byte per value, and a scale for each 256 values; what that
+    rounds off is added to the next difference (error feedback, arXiv 1901.09847)."""
     fragments: int = 1
     """Merge the model in this many parts, h / fragments steps apart (Streaming DiLoCo, arXiv 2501.18512)."""
     reset_moments: bool = False
@@ -235,6 +238,11 @@ class ConsistencyConfig:
     def merges_replicas(self) -> bool:
         """Whether replicas train separately and are merged every `h` steps (modes local, diloco and gossip)."""
         return self.mode in ("local", "diloco", "gossip")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a replica sends rounded differences, and keeps what they leave out (mode diloco, exchange int8)."""
+        return self.mode == "diloco" and self.exchange == "int8"
 
     @property
     def is_asynchronous(self) -> bool:
@@ -265,8 +273,9 @@ class TrainConfig:
     eval_samples: int = 256
     """Number of held-out samples per evaluation."""
     straggler_threshold: float = 0.25
-    """Report the slowest rank if its excess is more than this fraction of the step time. The excess is the time per
-    step by which the other ranks (their median) wait longer for communication. 0: never."""
+    """Report the slowest rank if its excess is significantly more than this fraction of the step time and has cost a
+    second in all. The excess is the time per step by which the other ranks (their median) wait longer for
+    communication. 0: never."""
     sample_tokens: int = 200
     """Tokens to generate as a sample at the end; 0: none."""
 
@@ -285,11 +294,14 @@ class CheckpointConfig:
     """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
     remote: str | None = None
     """A URL of a file system that fsspec knows, such as s3://bucket/run: also copy every checkpoint there in the
-    background, and resume from there if --folder has nothing newer. Needs the extra minidist[remote]."""
+    background, and resume from there if --folder has nothing newer. Needs fsspec: pip install -e '.[remote]'."""
     resume: Path | None = None
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and
     if --folder holds a run with the same options; else a new run."""
+    inherit: bool = True
+    """With a checkpoint or run folder in checkpoint.resume: options that are not given take their values from the run
+    that saved the checkpoint. In Python, an option counts as given if its value is not the default."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +328,9 @@ class FaultConfig:
     save: copy, write, rename. No fault when not given, nor after a restart by torchrun."""
     digest_every: int = 0
     """Compare the replicas of all parameters and optimizer states every this many steps, and before every checkpoint,
-    by a hash of their bits; the run ends if they differ. 0: never."""
+    by a hash of their bits; the run ends if they differ. Replicas that train separately (local, diloco) are compared
+    after the next merge, diloco's outer states every time; those of gossip, which stay different, only inside. 0:
+    never."""
     repair: bool = False
     """If most replicas of a tensor are equal, overwrite the differing ones and go on, instead of ending the run."""
 
@@ -375,6 +389,9 @@ class Config:
     folder: Path | None = None
     """Run folder, for metrics.jsonl, config.toml, loss.png and checkpoints; the next free one of runs/0001, runs/0002,
     ... when not given."""
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"option": False})
+    """Not an option, but the names of the options that the user gave, such as "data.source". The value of one may equal
+    its default, and yet the user expects it to have an effect."""
 
     def num_replicas(self, mesh: Mesh) -> int:
         """Number of replicas that train separately between merges; 1 if all ranks train together."""
@@ -425,13 +442,18 @@ class Config:
         return None
 
 
+def option_fields(config: Any) -> list[dataclasses.Field]:
+    """Return the fields of a configuration, or of a section of one, that are options or sections."""
+    return [item for item in dataclasses.fields(config) if item.metadata.get("option", True)]
+
+
 def to_toml(config: Any, prefix: str = "") -> str:
-    """Return a configuration, or a section of one, as TOML text with all fields.
+    """Return a configuration, or a section of one, as TOML text with all options.
 
     prefix: stands before the names of all sections; empty for a whole configuration.
     """
     lines, sections = [], []
-    for item in dataclasses.fields(config):
+    for item in option_fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             sections.append(f"\n[{prefix}{item.name}]\n" + to_toml(value, f"{prefix}{item.name}."))

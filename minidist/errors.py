@@ -1,4 +1,4 @@
-"""Errors that end a command with one message, and how messages name ranks.
+"""Errors that end a command with one message, and how messages name ranks and numbers of things.
 
 `UserError`: the request is impossible; `RunError`: the run failed; `CommError`: an operation between ranks failed. The
 command line prints their message, written for the person who can fix the cause, and no traceback.
@@ -19,6 +19,10 @@ class UserError(Exception):
 
 class DamagedError(UserError):
     """Raised if files of a checkpoint are missing, unreadable, or differ from those that were written."""
+
+
+class MisfitError(UserError):
+    """Raised if the tensors of a checkpoint are not those that are to be loaded: other names, shapes or dtypes."""
 
 
 class RunError(Exception):
@@ -60,3 +64,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things as text for a message: `1 step`, `2 steps`, `3 batches`.
+
+    noun: the singular. plural: where it is not the noun with an s.
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

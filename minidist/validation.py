@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.config import Config, ScheduleKind
-from minidist.errors import UserError, suggest
+from minidist.errors import UserError, format_count, suggest
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
@@ -30,11 +30,13 @@ _RANGES: dict[tuple[float, float], str] = {
     (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
     "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
     "data.seq-len consistency.h consistency.replicas consistency.fragments",
-    (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction consistency.outer-momentum",
+    (0, 1): "optim.min-lr-fraction optim.decay-fraction",
     (0, 2**63 - 1): "train.seed",
     (1, 20): "optim.muon-steps",
     (1e-30, 1e30): "precision.initial-scale",  # float32 can represent the scales around these bounds too
 }
+# Decay rates: with 1 a moving average would never forget its first value, and a momentum never decay.
+_BELOW_ONE = "optim.betas optim.momentum optim.muon-momentum consistency.outer-momentum"
 _POSITIVE = (
     "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.timeout-s comm.hang-limit-s "
     "consistency.outer-lr"
@@ -79,10 +81,12 @@ def validate_numbers(config: Config) -> None:
         value = option_value(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
-    if not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise UserError(
-            f"optim.betas is {config.optim.betas}; both must be 0 or more and below 1: change --optim.betas."
-        )
+    for name in _BELOW_ONE.split():
+        value = option_value(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(0 <= number < 1 for number in values):
+            needed = f"{'both ' if len(values) > 1 else 'it '}must be 0 or more and below 1"
+            raise UserError(f"{name} is {value}; {needed}: change --{name}.")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(
             f"device is {config.device!r}; possible: auto, cpu, cuda (one GPU per rank), cuda:0 (one for all)."
@@ -117,8 +121,8 @@ def _validate_data(config: Config, mesh: Mesh) -> None:
             len(values) != mesh.dp or not all(0 <= v < math.inf for v in values) or not any(values)
         ):
             raise UserError(
-                f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers); it needs one number per "
-                f"data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
+                f"data.{name} is {' '.join(map(str, values))} ({format_count(len(values), 'number')}); it needs one "
+                f"number per data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
             )
 
 
@@ -298,15 +302,16 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
     most = min(how.h, config.model.num_layers)
     if how.merges_replicas and how.fragments > most:
         raise UserError(
-            f"consistency.fragments is {how.fragments}: each has a layer and a step of its own to be merged, and there "
-            f"are {config.model.num_layers} layers, merged every {how.h} steps. Give --consistency.fragments {most}."
+            f"consistency.fragments is {how.fragments}: each has a layer and a step of its own to be merged, and the "
+            f"model has {format_count(config.model.num_layers, 'layer')}, merged every {format_count(how.h, 'step')}. "
+            f"Give --consistency.fragments {most}."
         )
     tied = mesh.pp > 1 and config.model.tie_embeddings
     if tied and config.num_replicas(mesh) > 2:  # their ranks would sum the replicas in other orders
         raise UserError(
             f"consistency.mode {how.mode} merges {config.num_replicas(mesh)} replicas, and with more than 2 the tied "
             f"embeddings of the first and last of mesh.pp={mesh.pp} stages would drift apart: give "
-            "--no-model.tie-embeddings, or --consistency.replicas 2."
+            "--model.no-tie-embeddings, or --consistency.replicas 2."
         )
 
 
@@ -405,15 +410,15 @@ def _validate_engine(config: Config, mesh: Mesh) -> None:
             f"--mesh.dp {mesh.world_size} alone",
         ),
         (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
-        (not zero.keep_gradients, "zero.keep-gradients true", "--no-zero.keep-gradients"),
+        (not zero.keep_gradients, "zero.keep-gradients true", "--zero.no-keep-gradients"),
         (not zero.stage or config.optim.kind != "muon", f"optim.kind muon {with_zero}", "--optim.kind adamw"),
         (
             not zero.stage or not config.fault.live_recovery,
             f"fault.live-recovery true {with_zero}",
-            "--no-fault.live-recovery",
+            "--fault.no-live-recovery",
         ),
         (not zero.stage or config.memory.file is None, f"memory.file {with_zero}", "no --memory"),
-        (not config.zero.offload, "zero.offload true", "--no-zero.offload"),
+        (not config.zero.offload, "zero.offload true", "--zero.no-offload"),
         (
             resolve_policy(config.precision).uniform,
             f"tensors of different dtypes (precision.policy {policy})",

@@ -21,9 +21,11 @@ pytest_plugins = ["tests.helpers.deadline", "tests.helpers.flaky"]
 sys.modules.setdefault("rfc3987_syntax", None)
 
 # A shell that starts a background job makes it ignore SIGINT, and so would every process that a test starts and wants
-# to interrupt. A handler is not inherited: these processes get the default action.
+# to interrupt; `nohup` does so with SIGHUP. A handler is not inherited: these processes get the default action.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # The same examples in every run, and no clock: the machine may be busy.
 hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)
@@ -38,6 +40,7 @@ PRELOAD = (
     *("safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
+    *("exercises.side_effects", "exercises.conditions"),
 )
 _SHM = Path("/dev/shm")
 

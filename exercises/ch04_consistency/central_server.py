@@ -22,7 +22,7 @@ You may call:
 
 Check it with: python -m exercises check central_server
 
-Stub 27881346.
+Stub e4f34370.
 """
 
 import torch
@@ -36,9 +36,9 @@ def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Gr
     """Collective: sum each shard of the gradients on its server, update it there, and send it to all ranks.
 
     parameters, gradient: flat tensors; equal parameters on all ranks. Rank r is the server of shard r: both tensors are
-    divided into consecutive shards, of which the first `numel % group.size` have one element more than the others.
-    gradient: w_i * grad L of this rank. update: called once on every rank, with its shards of the parameters and of the
-    summed gradient.
+    divided into consecutive shards, of which the first `len(parameters) % group.size` have one element more than the
+    others. gradient: w_i * grad L of this rank. update: called once on every rank, with its shards of the parameters
+    and of the summed gradient.
     """
     raise NotImplementedError("every rank is the server of its own shard")
 

@@ -24,7 +24,7 @@ You may call:
     samples_at(seed, position, count, num_samples) -> list   the numbers of the samples of a global batch
     torch.manual_seed(int(hash64(run.seed, run.step, sample)) >> 1)   before each sample: its dropout masks
     run.sample_loss(sample) -> scalar tensor, torch.autograd.grad(loss, parameters), run.scaler.scale
-    run_shards(run, is_saved_here) -> list   all tensors of a run; each has name, shape, dtype_name and tensor
+    run_shards(run, is_saved_here) -> list   all tensors of a run, as TensorShards: name, shape, dtype_name, tensor
     run_state(run) -> dict, set_run_state(run, state)   step, position, seed and scaler
     create_optimizer_states(run, {name: (shape, dtype name)})   zeros for those among the names; deletes the others
     all_gather_object(value, group) -> list, broadcast(tensor, source, group)   fills the tensor from rank `source`

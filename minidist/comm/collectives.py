@@ -4,7 +4,8 @@ Each takes a `Group` and works in place. With `async_op=True` it returns a `Hand
 until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host. Peers and
 roots are ranks *in the group*. All its ranks must call the functions marked "Collective", in the same order.
 
-In a group of one rank an operation does its local part, and the traffic meter (`meter`) counts nothing.
+In a group of one rank a collective does its local part, and the traffic meter (`meter`) counts nothing; a transfer,
+which needs another rank, raises ValueError.
 """
 
 from collections.abc import Sequence

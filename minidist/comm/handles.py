@@ -132,9 +132,9 @@ def launch(
     Return its handle if `async_op`; otherwise wait for it and return None.
     tensor: the tensor whose size the meter counts. start: launches the operation in the backend and returns torch's
     work or works. tensors: kept alive until the wait. channel: None for the group's collectives. detail: the root or
-    the reduction, such as "root 0". Name, detail, number of elements and dtype must be equal on all ranks. on_complete:
-    called once, when the operation has completed; does the work that the backend leaves to this rank. count: further
-    arguments of `Meter.record`. Raises CommError if the backend refuses the operation.
+    the reduction, such as "root 0". Name, detail, dtype and, except in an all-to-all, number of elements must be equal
+    on all ranks. on_complete: called once, when the operation has completed; does the work that the backend leaves to
+    this rank. count: further arguments of `Meter.record`. Raises CommError if the backend refuses the operation.
     """
     launched = report_launch(group, name, tensor, channel or group.collective_channel, detail, **count)
     try:

@@ -1,7 +1,7 @@
 """The meter: one record per communication operation, with its bytes on the wire.
 
-`collectives` writes the records of the package's own operations. The recording process group (`tools/recording.py`)
-writes the same type of record for everything else that is built on torch.distributed.
+`collectives` writes the records of the package's own operations. The recording process group
+(`tools/recording_backend.py`) writes the same type of record for everything else that is built on torch.distributed.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class Meter:
         """Count one launched operation of group rank `rank` and return its record.
 
         root, splits: as in `wire_bytes.sent_elements`. algorithm: the algorithm that is known to run; None: the one
-        that `wire_bytes` assumes for the backend. All other arguments, also those in `more`, are fields of `Record`.
+        that `wire_bytes` assumes. All other arguments, also those in `more`, are fields of `Record`.
         """
         numel = math.prod(shape)
         sent = sent_elements(name, numel, len(ranks), rank, root=root, splits=splits)

@@ -39,8 +39,8 @@ class OperationTracker:
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
         """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
 
-        name: the operation's name, with its root or reduction. shape, dtype: those of its tensor. All must be equal on
-        all ranks of the channel.
+        name: the operation's name, with its root or reduction. shape, dtype: those of its tensor. Name, dtype and
+        number of elements must be equal on all ranks of the channel; the number may differ in an all-to-all.
         """
         self._launched[channel] += 1
         return self._launched[channel]
@@ -64,3 +64,17 @@ class OperationTracker:
 
     def on_resume(self) -> None:
         """Record that the wait reported last has ended: this rank runs again."""
+
+
+class LaunchesOnly(OperationTracker):
+    """Passes launches on to `status` and drops waits: for operations of threads beside the one that trains.
+
+    The status of a rank describes one thread; which operations the rank has launched counts for all of them.
+    """
+
+    def __init__(self, status: OperationTracker):
+        self._status = status
+
+    def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
+        """Record that an operation is about to start; return its sequence number, as in `OperationTracker`."""
+        return self._status.on_launch(channel, name, shape, dtype)

@@ -26,7 +26,7 @@ ASSUMED_ALGORITHMS = {
     "barrier": "none",
 }
 
-# Operations whose bytes are counted; those of a collective are modelled.
+# Operations whose bytes are always counted; those of a collective are modelled unless its algorithm is known.
 COUNTED_OPERATIONS = frozenset({"send", "recv"})
 
 INT8_BLOCK = 256  # values with one scale in `quantized.all_reduce_int8`

@@ -7,8 +7,11 @@ one server, not one per shard, so that a gradient belongs to one version of all 
 
 Ranks wait for each other only because of the staleness bound, and in a pause: after the steps in which the trainer
 evaluates or saves, and after the last one, all gradients have been pushed and all ranks get the server's parameters. A
-request to stop leads to a pause after the step of the fastest worker. Rank status does not see these transfers: a
-worker that waits for the server counts as computing, because a thread of the server's rank may be about to answer.
+request to stop leads to a pause after the step of the fastest worker.
+
+In rank status, a worker that waits for the server's answer waits for the server's rank. When the staleness bound or a
+pause holds up the server's rank, that rank waits for the slowest worker to which it owes no answer. So a worker that
+hangs is found, and the server's rank, for which the others wait as well, is not taken for it.
 """
 
 import threading
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
-from minidist.comm.status import OperationTracker
+from minidist.comm.status import LaunchesOnly
 from minidist.config import Config
 from minidist.consistency.merge import Result
 from minidist.consistency.simple import Pull, Push, Server
@@ -47,6 +50,9 @@ class AsynchronousReducer(NaiveReducer):
         self._launching, self._changed = threading.Lock(), threading.Condition()
         self._answers: dict[int, Tensor | None] = {}
         self._threads: list[threading.Thread] = []
+        self._served: set[int] = set()  # the workers whose threads have not ended
+        self._owed: set[int] = set()  # the workers whose messages have arrived and have not been answered
+        self._num_messages: dict[int, int] = {}  # received from each worker
         self._error: Exception | None = None
         self._end = self._furthest = self._earlier_updates = 0
         self.run_optimizer: Callable[[int], None] = lambda step: None
@@ -60,8 +66,11 @@ class AsynchronousReducer(NaiveReducer):
             self.masters = dict(zip(self._parameters, self._split(flat), strict=True))
             self.server = Server(flat, self._update, group.size, how.staleness_bound if how.mode == "stale" else None)
             meter = Meter(keep=False, operations=meter.operations, wire_bytes=meter.wire_bytes)  # without the waits
+            self._num_messages = dict.fromkeys(range(group.size), 0)
         self.master_specs = {name: specs[name] for name in self.masters}
-        self._transfers = replace(group, meter=meter, world=replace(group.world, status=OperationTracker()))
+        self._status = status = group.world.status
+        status = status if self.server is None else LaunchesOnly(status)  # of the server's threads
+        self._transfers = replace(group, meter=meter, world=replace(group.world, status=status))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         return dict(self.masters)
@@ -106,10 +115,10 @@ class AsynchronousReducer(NaiveReducer):
 
     def _pause(self, result: Result) -> Result:
         """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters."""
+        with self._changed:
+            self._wait_for_workers(lambda: not self._served)
         for thread in self._threads:
             thread.join()
-        if self._error is not None:
-            raise self._error
         self.after_load()
         flags = [float(result.stop_requested), float(not result.checkpoint_written)]
         counts = torch.tensor(flags, device=self._group.world.control_device)
@@ -146,6 +155,7 @@ class AsynchronousReducer(NaiveReducer):
         for worker in workers:
             self.server.handle(worker, Pull())  # it got the parameters in the pause
         others, end = [worker for worker in workers if worker != self._root], self._end
+        self._served = set(others)
         self._threads = [threading.Thread(target=self._serve, args=(each, step, end), daemon=True) for each in others]
         for thread in self._threads:
             thread.start()
@@ -160,14 +170,22 @@ class AsynchronousReducer(NaiveReducer):
                 parameters = self._push_and_pull(worker, message, step)
                 if step < end:  # otherwise the worker expects the pause
                     self._transfer(send, self._empty + 1 if parameters is None else parameters.cpu(), worker)
+                with self._changed:
+                    self._owed.discard(worker)
+                    self._changed.notify_all()
         except Exception as error:
             with self._changed:
                 self._error = error
-                self._changed.notify_all()
+        with self._changed:
+            self._served.discard(worker)
+            self._changed.notify_all()
 
     def _push_and_pull(self, worker: int, message: Tensor, step: int) -> Tensor | None:
         """Push a gradient; return the parameters of the worker's next step, None if it pauses after `step` steps."""
         with self._changed:
+            if worker != self._root:
+                self._num_messages[worker] += 1
+                self._owed.add(worker)
             if message[-1]:
                 self._end = self._furthest
             self._request(worker, Push(message.to(self._device)))
@@ -180,10 +198,34 @@ class AsynchronousReducer(NaiveReducer):
         """Return the server's answer when it is due. The caller has locked `_changed`."""
         self._answers.update(self.server.handle(worker, request))
         self._changed.notify_all()
-        self._changed.wait_for(lambda: worker in self._answers or self._error is not None)
+        if worker == self._root:
+            self._wait_for_workers(lambda: worker in self._answers)
+        else:
+            self._changed.wait_for(lambda: worker in self._answers or self._error is not None)
+            if self._error is not None:
+                raise self._error
+        return self._answers.pop(worker)
+
+    def _wait_for_workers(self, is_done: Callable[[], bool]) -> None:
+        """In the thread that trains, wait until `is_done()`, and report to rank status which worker is awaited.
+
+        The caller has locked `_changed`. A thread's error is raised here.
+        """
+        while self._error is None and not is_done():
+            awaited = self._served - self._owed
+            with self._launching:  # rank status is not thread-safe
+                if awaited:
+                    slowest = min(awaited, key=lambda worker: (self._num_messages[worker], worker))
+                    channel = self._group.transfer_channel("recv", slowest, 0)
+                    shape, dtype = tuple(self._empty.shape), str(self._empty.dtype).removeprefix("torch.")
+                    self._status.on_wait(channel, self._num_messages[slowest] + 1, "recv", shape, dtype)
+                else:
+                    self._status.on_resume()
+            self._changed.wait()
+        with self._launching:
+            self._status.on_resume()
         if self._error is not None:
             raise self._error
-        return self._answers.pop(worker)
 
     def _update(self, _: Tensor, message: Tensor) -> None:
         flags = message[-self._sizes[-1] :].tolist()

@@ -5,7 +5,8 @@ Every h steps each rank merges its elements of the masters with the ranks at the
 (process group "outer"). The simple version is `simple.merge_replicas` and `simple.OuterStep`.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,40 +15,90 @@ from torch import Tensor
 
 from minidist.comm import Group, Groups, P2POp, all_reduce, batch_send_recv
 from minidist.comm.quantized import all_reduce_int8
-from minidist.config import Config
+from minidist.config import Config, ConsistencyConfig
 from minidist.hashing import hash64
 from minidist.parallel.data.reducer import GradientReducer
 
 Result = TypeVar("Result")  # a `minidist.train.agree.StepResult`
 
 
+class _MergedTensors:
+    """Masters that are merged as one flat tensor, and what the merger keeps for them, in at least float32.
+
+    masters: this rank's elements, by parameter name. start, velocity: DiLoCo's parameters after the last merge and its
+    outer momentum, (n,), equal in all replicas; None in other modes. error: (n,), what this rank's quantized messages
+    have left out, of this replica alone; None without `consistency.exchange` int8.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], how: ConsistencyConfig):
+        self.masters = masters
+        self.start = _flatten(masters) if how.mode == "diloco" else None
+        self.velocity = torch.zeros_like(self.start) if how.mode == "diloco" else None
+        self.error = torch.zeros_like(self.start) if how.quantizes else None
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the elements of each parameter, (*shape of its master,), as views of `flat` (n,)."""
+        parts = flat.split([master.numel() for master in self.masters.values()])
+        for (name, master), part in zip(self.masters.items(), parts, strict=True):
+            yield name, part.view(master.shape)
+
+
 class ReplicaMerger:
     """Merges the replicas' masters every h steps, all together or in fragments of the model, h / fragments steps apart.
 
+    Masters that several ranks of a replica hold, as those of norms under tensor parallelism, are merged in a tensor of
+    their own, so that all these ranks compute the same bits: int8 scales and some backends' sums depend on an element's
+    place in the tensor.
+
     A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
     the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
-    coordinates in each replica. replica: the number of this rank's replica.
+    coordinates in each replica. replica: the number of this rank's replica. equal_fragments: those that the last step's
+    merge made equal in all replicas; gossip does so after the last step only.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
         self._config, self._num_steps, self._seed = config.consistency, config.train.steps, config.train.seed
         self._group, self._masters, self._control_device = groups["outer"], reducer.masters, groups.world.control_device
         tensors, count = reducer.checkpoint_tensors(), self._config.fragments
+        by_holders: list[dict[tuple[int, ...], dict[str, Tensor]]] = [{} for _ in range(count)]  # by fragment
+        for name, spec in reducer.master_specs.items():
+            by_holders[self._config.fragment_of(name)].setdefault(spec.replicas, {})[name] = tensors[name]
         self._fragments = [
-            {name: tensors[name] for name in reducer.master_specs if self._config.fragment_of(name) == fragment}
-            for fragment in range(count)
+            [_MergedTensors(masters, self._config) for masters in of_fragment.values()] for of_fragment in by_holders
         ]
         self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
-        self._start = [_flatten(masters) for masters in self._fragments if self._config.mode == "diloco"]
-        self._velocity = [torch.zeros_like(start) for start in self._start]
+        self.equal_fragments: frozenset[int] = frozenset()
 
     def outer_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield DiLoCo's states, equal in all replicas: ("outer.start" or "outer.velocity", parameter name, tensor)."""
-        for kind, states in (("outer.start", self._start), ("outer.velocity", self._velocity)):
-            for masters, flat in zip(self._fragments, states, strict=False):  # none but for DiLoCo
-                for name, part in _parts(masters, flat):
-                    yield kind, name, part
+        for merged in self._all_merged():
+            for kind, flat in (("outer.start", merged.start), ("outer.velocity", merged.velocity)):
+                if flat is not None:
+                    yield from ((kind, name, part) for name, part in merged.parts(flat))
+
+    def quantization_errors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this replica has not sent yet, by parameter name; nothing without `consistency.exchange` int8."""
+        for merged in self._all_merged():
+            if merged.error is not None:
+                yield from merged.parts(merged.error)
+
+    def forget_progress(self) -> None:
+        """Forget tokens and quantization errors since the last merge: another replica sends them."""
+        for tensor in (self.tokens, *(error for _, error in self.quantization_errors())):
+            tensor.zero_()
+
+    def _all_merged(self) -> Iterator[_MergedTensors]:
+        return itertools.chain.from_iterable(self._fragments)
+
+    def is_equal(self, name: str) -> bool:
+        """Return whether the last step's merge made this parameter equal in all replicas."""
+        return self._config.fragment_of(name) in self.equal_fragments
+
+    @property
+    def num_different_models(self) -> int:
+        """Number of models that the replicas hold now: 1 if the last step's merge has made all of them equal."""
+        return 1 if len(self.equal_fragments) == len(self._fragments) else self._group.size
 
     def merge_if_due(
         self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
@@ -63,22 +114,29 @@ class ReplicaMerger:
         self._stop_requested |= result.stop_requested
         self._regroup_requested |= result.regroup_requested
         due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
+        self.equal_fragments = frozenset()
         if not due:
             return replace(result, stop_requested=False, regroup_requested=False, checkpoint_written=False), False
-        own = self.tokens[due].tolist()
+        weights = torch.zeros(self._group.size, len(due), dtype=torch.float64)
+        weights[self.replica] = self.tokens[due]
         flags = self._stop_requested, self._regroup_requested, result.checkpoint_written
-        own_values = [*own, *map(float, flags)]
-        sums = torch.tensor(own_values, dtype=torch.float64, device=self._control_device)
-        all_reduce(sums, self._group, async_op=True).wait(host=True)
-        *totals, stops, regroups, written = sums.tolist()
+        values = torch.cat([weights.flatten(), torch.tensor(flags, dtype=torch.float64)]).to(self._control_device)
+        all_reduce(values, self._group, async_op=True).wait(host=True)
+        *all_weights, stops, regroups, written = values.tolist()
+        weights_by_fragment = [all_weights[at :: len(due)] for at in range(len(due))]
+        totals = [sum(weights) for weights in weights_by_fragment]
         self.tokens[due] = 0
         self._stop_requested = self._regroup_requested = False
-        for fragment, share, total in zip(due, own, totals, strict=True):
-            if total > 0 and self._fragments[fragment]:
-                self._merge(fragment, step, share, total)
-                for name in self._fragments[fragment] if self._config.reset_moments else ():
+        for fragment, weights, total in zip(due, weights_by_fragment, totals, strict=True):
+            for merged in self._fragments[fragment] if total > 0 else ():
+                self._merge(merged, step, weights)
+                for name in merged.masters if self._config.reset_moments else ():
                     for state in optimizer_states.get(self._masters.get(name), {}).values():
                         state.zero_()
+        if self._config.mode != "gossip":  # a fragment that nobody has trained is still equal from the merge before
+            self.equal_fragments = frozenset(due)
+        elif step + 1 == self._num_steps:
+            self.equal_fragments = frozenset(at for at, total in zip(due, totals, strict=True) if total > 0)
         all_written = written == self._group.size
         agreed = replace(
             result, stop_requested=stops > 0, regroup_requested=regroups > 0, checkpoint_written=all_written
@@ -91,31 +149,38 @@ class ReplicaMerger:
         return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
-    def _merge(self, fragment: int, step: int, own: float, total: float) -> None:
-        masters = self._fragments[fragment]
-        flat = _flatten(masters)
+    def _merge(self, merged: _MergedTensors, step: int, weights: Sequence[float]) -> None:
+        """Collective: merge some tensors. weights: of each replica, not all 0."""
+        share = weights[self.replica] / sum(weights)
+        flat = _flatten(merged.masters)
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
-            flat = _average_with_neighbours(flat, own, self._neighbours(step), self._group)
-        elif not self._start:
-            flat = self._average(flat, own / total)
+            fractions = mixing_fractions(self.replica, weights, lambda replica: self._neighbours(step, replica))
+            flat = mix_with_neighbours(flat, fractions, self._neighbours(step, self.replica), self._group)
+        elif merged.start is None:
+            flat = self._average(flat, share, None)
         else:
-            start, velocity = self._start[fragment], self._velocity[fragment]
-            outer_gradient = self._average(start - flat, own / total)
+            outer_gradient = self._average(merged.start - flat, share, merged.error)
             lr, momentum = self._config.outer_lr, self._config.outer_momentum
-            velocity.mul_(momentum).add_(outer_gradient)
-            flat = start.sub_(outer_gradient.add_(velocity, alpha=momentum), alpha=lr)
-        for name, part in _parts(masters, flat):
-            masters[name].copy_(part)
+            merged.velocity.mul_(momentum).add_(outer_gradient)
+            flat = merged.start.sub_(outer_gradient.add_(merged.velocity, alpha=momentum), alpha=lr)
+        for name, part in merged.parts(flat):
+            merged.masters[name].copy_(part)
 
-    def _average(self, flat: Tensor, share: float) -> Tensor:
-        """Average over the replicas in place. A replica without tokens does not count, even if it is not finite."""
+    def _average(self, flat: Tensor, share: float, error: Tensor | None) -> Tensor:
+        """Average over the replicas in place. A replica without tokens does not count, even if it is not finite.
+
+        error: of what this replica has sent before, see `all_reduce_int8`; None sends full precision.
+        """
         flat = flat.mul_(share) if share else flat.zero_()
-        (all_reduce_int8 if self._config.exchange == "int8" else all_reduce)(flat, self._group)
+        if error is None:
+            all_reduce(flat, self._group)
+        else:
+            all_reduce_int8(flat, error, self._group)
         return flat
 
-    def _neighbours(self, step: int) -> list[int]:
-        """The replicas with which this replica exchanges parameters after a step."""
-        size, at = self._group.size, self._group.rank
+    def _neighbours(self, step: int, replica: int) -> list[int]:
+        """The replicas with which `replica` exchanges parameters after a step."""
+        size, at = self._group.size, replica
         if self._config.topology == "ring":
             return sorted({(at - 1) % size, (at + 1) % size} - {at})
         order = sorted(range(size), key=lambda replica: int(hash64(self._seed, step, replica)))  # random pairs
@@ -125,28 +190,50 @@ class ReplicaMerger:
 
 def _flatten(masters: Mapping[str, Tensor]) -> Tensor:
     """Copy this rank's elements of masters into one tensor, of at least float32."""
-    tensors = [master.detach().reshape(-1) for master in masters.values()] or [torch.empty(0)]
+    tensors = [master.detach().reshape(-1) for master in masters.values()]
     return torch.cat([tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors])
 
 
-def _parts(masters: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    parts = flat.split([master.numel() for master in masters.values()]) if masters else ()
-    for (name, master), part in zip(masters.items(), parts, strict=True):
-        yield name, part.view(master.shape)
+def mixing_fractions(
+    replica: int, weights: Sequence[float], neighbours_of: Callable[[int], list[int]]
+) -> dict[int, float]:
+    """Return the fraction with which each replica's values enter `replica` in a merge of gossip; they sum to 1.
 
-
-def _average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:
-    """Collective: return the weighted mean of `flat` (n,) over this rank and its neighbours.
-
-    weight: this rank's. neighbours: group ranks. Returns `flat` itself if no weight is above 0.
+    weights: w_i >= 0 of each replica. neighbours_of: returns the replicas that a replica exchanges values with. With
+    S_i, the sum of the weights of replica i and its neighbours, the fraction from neighbour j is w_j / max(S_i, S_j),
+    and replica i keeps the rest. What i gives to j, times w_j, then equals what j gives to i, times w_i, so a merge
+    leaves sum_i w_i theta_i unchanged, and repeated merges converge to the weighted mean (Metropolis-Hastings weights).
+    With w_j / S_i, a plain average over the neighbours, they would converge to another mean. A replica of weight 0
+    gives nothing, and takes the weighted mean of its neighbours.
     """
-    message = torch.cat([flat, flat.new_tensor([weight])])
-    arriving = [torch.empty_like(message) for _ in neighbours]
-    transfers = [P2POp("send", message, rank) for rank in neighbours]
-    transfers += [P2POp("recv", tensor, rank) for tensor, rank in zip(arriving, neighbours, strict=True)]
+    own, neighbours = weights[replica], neighbours_of(replica)
+
+    def sum_around(at: int) -> float:
+        return weights[at] + sum(weights[near] for near in neighbours_of(at))
+
+    around = sum_around(replica)
+    if not around:
+        return {replica: 1.0}
+    # The sum of a replica of weight 0 is unchanged whatever it takes.
+    fractions = {
+        near: weights[near] / (max(around, sum_around(near)) if own else around)
+        for near in neighbours
+        if weights[near] > 0
+    }
+    # 1 minus the others' fractions, in a form that is exactly w_i / S_i, the plain average, where all sums are equal.
+    rest = own / around + sum(weights[near] / around - fraction for near, fraction in fractions.items())
+    return fractions | ({replica: rest} if own else {})
+
+
+def mix_with_neighbours(flat: Tensor, fractions: Mapping[int, float], neighbours: list[int], group: Group) -> Tensor:
+    """Collective: return the sum over this rank and its neighbours of their `flat` (n,), times `fractions`.
+
+    neighbours: group ranks; this rank sends `flat` to all of them. fractions: by group rank; one that is absent does
+    not count, even if its values are not finite.
+    """
+    arriving = {rank: torch.empty_like(flat) for rank in neighbours}
+    transfers = [P2POp("send", flat, rank) for rank in neighbours]
+    transfers += [P2POp("recv", tensor, rank) for rank, tensor in arriving.items()]
     batch_send_recv(transfers, group)
-    counted = [each for each in (message, *arriving) if each[-1] > 0]
-    if not counted:
-        return flat
-    total = sum(float(each[-1]) for each in counted)
-    return sum(each[:-1] * (float(each[-1]) / total) for each in counted)
+    by_rank = arriving | {group.rank: flat}
+    return sum(by_rank[rank] * fractions[rank] for rank in sorted(fractions))

@@ -22,7 +22,7 @@ class Corpus:
 
     origin: where the text came from, for a person. train, held_out: (tokens,), of one integer dtype, ids below
     `vocab_size`; may be memory-mapped. fingerprint: a hash of both (see `fingerprint`); a run resumes only on a corpus
-    with the same one.
+    with the same one. left_out: a sentence about the files that were not used, "" if there are none.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Corpus:
     held_out: np.ndarray
     vocab_size: int
     fingerprint: str
+    left_out: str = ""
 
     def describe(self) -> str:
         """Return one line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
@@ -75,9 +76,9 @@ def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
 
     Raises UserError if the path is missing, unreadable, empty, not UTF-8, or too short for windows of `seq_len` tokens.
     """
-    documents = read_text_files(path)
+    documents, left_out = read_text_files(path)
     files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
-    corpus = _from_documents(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents)
+    corpus = _from_documents(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents, left_out)
     return _long_enough(corpus, f"--data.path {path}", seq_len)
 
 
@@ -107,21 +108,22 @@ def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Seque
     return digest.hexdigest()
 
 
-def _from_documents(name: str, origin: str, documents: list[Document]) -> Corpus:
+def _from_documents(name: str, origin: str, documents: list[Document], left_out: str = "") -> Corpus:
     """Return a byte-level corpus. Documents are joined by a zero byte, which no text contains."""
     parts = split_documents(documents)
     train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
     train_names, held_names = ([d.name for d in part] for part in parts)
-    return Corpus(name, origin, train, held_out, 256, fingerprint(train_names, train, held_names, held_out))
+    hashed = fingerprint(train_names, train, held_names, held_out)
+    return Corpus(name, origin, train, held_out, 256, hashed, left_out)
 
 
 def _long_enough(corpus: Corpus, option: str, seq_len: int) -> Corpus:
     shorter, needed = min(corpus.train.size, corpus.held_out.size), seq_len + 1
     if shorter >= needed:
         return corpus
-    lower = f", or set --data.seq_len to at most {shorter - 1}" if shorter >= 2 else ""
+    lower = f", or set --data.seq-len to at most {shorter - 1}" if shorter >= 2 else ""
     raise UserError(
         f"{option} is too short: {corpus.train.size + corpus.held_out.size} bytes, {corpus.train.size} to train on and "
-        f"{corpus.held_out.size} held out. With --data.seq_len {seq_len} each split needs {needed} bytes (a window and "
+        f"{corpus.held_out.size} held out. With --data.seq-len {seq_len} each split needs {needed} bytes (a window and "
         f"the label after it), so about {10 * needed} in all. Give more text with --data.path{lower}."
     )

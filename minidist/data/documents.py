@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 
 _BLOCK_BYTES = 1 << 20
 NOT_SOURCES = ("site-packages", "dist-packages", "__pycache__")
@@ -29,31 +29,37 @@ def read_python_sources(root: str | Path) -> list[Document]:
     return documents
 
 
-def read_text_files(path: str | Path) -> list[Document]:
+def read_text_files(path: str | Path) -> tuple[list[Document], str]:
     """Return the text file at `path`, or every UTF-8 text file below that folder, hidden ones excepted.
 
-    Raises UserError if the path is missing, unreadable, empty, or holds no text.
+    Also returns a sentence about the files of the folder that are left out because they are not UTF-8 text or cannot be
+    read: how many, and the first of each kind; "" if there are none. Empty files are left out without a word. Raises
+    UserError if the path is missing, unreadable, empty, or holds no text.
     """
     if not os.fspath(path):  # Path("") would be the current folder
         raise UserError(f"--data.path is given but empty. {_OTHERWISE}")
     path = Path(os.path.expanduser(path))
     if os.path.isfile(path):  # unlike Path.is_file, returns False if a parent folder may not be entered
-        return [_one_file(path)]
+        return [_one_file(path)], ""
     if not os.path.isdir(path):
         missing = f"does not exist or is out of reach (looked in {Path.cwd()})"
         fault = "is neither a file nor a folder" if os.path.exists(path) else missing
         raise UserError(f"--data.path {path} {fault}. {_OTHERWISE}")
     found = [p for p in _files(path) if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     read, unreadable = _read(found, path)
-    documents = [d for d in read if d.content and _not_text(d.content) is None]
+    faults = {d.name: _not_text(d.content) for d in read}
+    documents = [d for d in read if d.content and faults[d.name] is None]
+    binary = [f"{name} ({fault})" for name, fault in faults.items() if fault is not None]
     if not documents:
         empty = sum(not d.content for d in read)
-        binary = len(read) - empty
         raise UserError(
-            f"--data.path {path} holds no text: {len(found)} files, of which {empty} are empty, {binary} are not "
-            f"UTF-8 text and {unreadable} cannot be read. {_OTHERWISE}"
+            f"--data.path {path} holds no text: of {format_count(len(found), 'file')}, {empty} empty, {len(binary)} "
+            f"not UTF-8 text, {len(unreadable)} unreadable. {_OTHERWISE}"
         )
-    return documents
+    reasons = {"not UTF-8 text": binary, "unreadable": unreadable}
+    parts = [f"{len(files)} {reason}, first {files[0]}" for reason, files in reasons.items() if files]
+    left_out = f"--data.path {path}: {len(binary) + len(unreadable)} of {len(found)} files are left out: "
+    return documents, left_out + "; ".join(parts) if parts else ""
 
 
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
@@ -92,18 +98,19 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
     return found
 
 
-def _read(paths: list[Path], root: Path) -> tuple[list[Document], int]:
-    """Return the readable documents, ordered by name, and the number of unreadable ones."""
-    documents, unreadable, read_bytes = [], 0, 0
+def _read(paths: list[Path], root: Path) -> tuple[list[Document], list[str]]:
+    """Return the readable documents, ordered by name, and the unreadable ones: their names, with the reason."""
+    documents, unreadable, read_bytes = [], [], 0
     for path in paths:
+        name = path.relative_to(root).as_posix()
         try:
             content = _read_content(path, read_bytes)
-        except OSError:
-            unreadable += 1
+        except OSError as error:
+            unreadable.append(f"{name} ({error.strerror})")
             continue
         read_bytes += len(content)
-        documents.append(Document(path.relative_to(root).as_posix(), content))
-    return sorted(documents), unreadable
+        documents.append(Document(name, content))
+    return sorted(documents), sorted(unreadable)
 
 
 def _read_content(path: Path, read_bytes: int = 0) -> bytes:

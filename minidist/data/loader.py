@@ -12,8 +12,8 @@ import torch
 
 from minidist.data.partition import block_partition, permutation, weighted_partition
 from minidist.hashing import hash64
+from minidist.labels import IGNORE_INDEX
 
-IGNORE_INDEX = -100  # label that the loss ignores; the default of torch's cross entropy
 _LENGTHS = -1  # hashed in place of the epoch for the lengths; no epoch is negative
 
 

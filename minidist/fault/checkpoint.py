@@ -10,17 +10,20 @@ Both are collective: after each phase the ranks exchange its outcome (`run_on_al
 all of them raise. `all_gather_object` is an argument, so that this module does not import `comm`.
 """
 
+import contextlib
+import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError
 from minidist.fault import folders, shards
 from minidist.fault.agree import ErrorOnAnyRank, GatherObjects, gather_single_rank, run_on_all_ranks
 from minidist.fault.index import (
@@ -39,11 +42,13 @@ from minidist.fault.tensor_file import FORMAT_NAMES, write_tensor_file
 
 @dataclass
 class _Save:
-    """A save in flight. file: the outcome of writing this rank's file."""
+    """A save in flight. file: the outcome of writing this rank's file. is_committed: on rank 0, whether it is complete
+    already."""
 
     step: int
     state: dict
     file: "Future[FileEntry | None]"
+    is_committed: bool = False
 
 
 class CheckpointSaver:
@@ -52,12 +57,15 @@ class CheckpointSaver:
     `start_save` copies this rank's shards to host memory and starts a thread that writes them to this rank's file;
     `finish_save` turns the files of all ranks into a complete checkpoint. Only these two methods are collective. At
     most one save is in flight. A trainer calls `finish_save` once `is_local_file_written` is True on every rank, so
-    that no rank waits for the disk of another.
+    that no rank waits for the disk of another. Ranks that do not meet in every step set `writes_entries`; then rank 0
+    can complete the checkpoint without them (`commit_if_written`), and they learn it in the next `finish_save`.
 
     root: the folder, shared by all ranks, in which each checkpoint gets a subfolder. all_gather_object: takes this
     rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
     Attributes to set: gather_object, by default all_gather_object, may return the values on rank 0 only; on_phase is
     called with (phase, step) when this rank begins a phase: "copy", "write" (in the writing thread) or "rename".
+    writes_entries, the same on all ranks: whether each rank writes the `FileEntry` of its file beside it, once the file
+    is on disk.
     """
 
     def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
@@ -65,10 +73,12 @@ class CheckpointSaver:
         self.gather_object = all_gather_object
         self._plan: shards.Plan | None = None  # of the last save: rank 0 knows it
         self._tensors: dict = {}  # rank 0: the tensors in the index of the last save
+        self._num_ranks = 0  # of the last save
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
         self._save: _Save | None = None
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
+        self.writes_entries = False
 
     @property
     def is_saving(self) -> bool:
@@ -115,6 +125,7 @@ class CheckpointSaver:
 
         try:
             outcomes = run_on_all_ranks(self.all_gather_object, describe)
+            self._num_ranks = len(outcomes)
             if len(steps := sorted({at for at, _ in outcomes})) > 1:
                 raise ErrorOnAnyRank(f"the ranks are not at the same step: {steps}.")
             if any(changed for _, changed in outcomes):
@@ -135,7 +146,7 @@ class CheckpointSaver:
         """
         if (save := self._save) is None:
             return None
-        folder, self._save = folders.checkpoint_folder(self.root, save.step, ".partial"), None
+        self._save = None
         entry: FileEntry | None = None
 
         def wait():
@@ -143,18 +154,8 @@ class CheckpointSaver:
             entry = save.file.result()
 
         def commit():
-            if self._rank > 0:
-                return
-            files = {_file(at): entry for at, entry in enumerate(entries) if entry}
-            for name, entry in files.items():
-                if not (file := folder / name).exists() or file.stat().st_size != entry.num_bytes:
-                    raise OSError(
-                        f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks"
-                    )
-            self.on_phase("rename", save.step)
-            (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, self._tensors))
-            folders.fsync_path(folder / INDEX_NAME)
-            folders.commit_checkpoint(self.root, save.step)
+            if self._rank == 0 and not save.is_committed:
+                self._commit(save, entries)
 
         try:
             run_on_all_ranks(self.all_gather_object, wait)
@@ -163,6 +164,39 @@ class CheckpointSaver:
         except ErrorOnAnyRank as failure:
             raise self._make_error(save.step, failure) from failure.__cause__
         return folders.checkpoint_folder(self.root, save.step)
+
+    def commit_if_written(self) -> Path | None:
+        """On rank 0, complete the checkpoint in flight if all ranks have written their files; return its folder.
+
+        Not collective, and does not wait. Returns None on other ranks, without `writes_entries`, or if there is nothing
+        to complete. `finish_save` is still due: it reports an error, in particular one of writing the index, which
+        this method leaves to it.
+        """
+        save = self._save
+        if self._rank > 0 or save is None or save.is_committed or not self.writes_entries:
+            return None
+        folder = folders.checkpoint_folder(self.root, save.step, ".partial")
+        with contextlib.suppress(OSError):
+            names = set(os.listdir(folder))  # one look at the folder, however many ranks there are
+            if all(_entry_file(at) in names for at in range(self._num_ranks)):
+                self._commit(save, [_read_entry(folder / _entry_file(at)) for at in range(self._num_ranks)])
+                return folders.checkpoint_folder(self.root, save.step)
+        return None
+
+    def _commit(self, save: _Save, entries: list[FileEntry | None]) -> None:
+        """On rank 0, complete a checkpoint whose files are all on disk. entries: of the files, by rank."""
+        folder = folders.checkpoint_folder(self.root, save.step, ".partial")
+        files = {_file(at): entry for at, entry in enumerate(entries) if entry}
+        for name, entry in files.items():
+            if not (file := folder / name).exists() or file.stat().st_size != entry.num_bytes:
+                raise OSError(f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks")
+        self.on_phase("rename", save.step)
+        (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, self._tensors))
+        folders.fsync_path(folder / INDEX_NAME)
+        for at in range(len(entries) if self.writes_entries else 0):
+            (folder / _entry_file(at)).unlink(missing_ok=True)
+        folders.commit_checkpoint(self.root, save.step)
+        save.is_committed = True
 
     def close(self) -> None:
         """Wait until this rank's writing thread has finished, and end it. A save in flight is never completed."""
@@ -177,7 +211,8 @@ class CheckpointSaver:
         except Exception as error:
             (failed := Future()).set_exception(error)
             return failed
-        return self._writer.submit(_write, file, tensors, ready, lambda: self.on_phase("write", step))
+        entry_file = file.with_name(_entry_file(self._rank)) if self.writes_entries else None
+        return self._writer.submit(_write, file, tensors, ready, lambda: self.on_phase("write", step), entry_file)
 
     def _copy_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy tensors into host memory; the event, on CUDA, says when the copies are complete.
@@ -255,7 +290,7 @@ def load_checkpoint(
     saved tensor whose name starts with it must be loaded by some rank; "" means all tensors. With "params/", a model
     can be loaded without its optimizer.
     Raises, the same on all ranks and before any tensor is written, DamagedError if the checkpoint is damaged (naming an
-    intact one), or UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
+    intact one), or MisfitError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
     later.
     """
     path, local_shards = Path(path), list(local_shards)
@@ -292,23 +327,51 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def _entry_file(rank: int) -> str:
+    return f"rank-{rank:05d}.written.json"
+
+
 def _write(
-    file: Path, tensors: dict[str, Tensor], ready: torch.cuda.Event | None, on_write: Callable[[], None]
+    file: Path,
+    tensors: dict[str, Tensor],
+    ready: torch.cuda.Event | None,
+    on_write: Callable[[], None],
+    entry_file: Path | None,
 ) -> FileEntry | None:
-    """Write this rank's boxes and wait until they are on disk; returns None if there are none."""
+    """Write this rank's boxes and wait until they are on disk; returns None if there are none.
+
+    entry_file: if given, the returned entry is then written there.
+    """
     try:
         on_write()
-        if not tensors:
+        if not tensors and entry_file is None:
             return None
         if not file.parent.is_dir():
             raise OSError(f"{file.parent}, which rank 0 made, is not here: the folder is not shared by all ranks")
         if ready is not None:
             ready.synchronize()
-        return write_tensor_file(file, {key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
+        entry = None
+        if tensors:
+            entry = write_tensor_file(file, {key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
+        if entry_file is not None:
+            _write_entry(entry_file, entry)
+        return entry
     except Exception as error:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(file.parent).free
         raise OSError(f"{error} (writing {size:,} bytes to {file}, where {free:,} are free)") from error
+
+
+def _write_entry(file: Path, entry: FileEntry | None) -> None:
+    """Write an entry so that whoever sees the file sees all of it. Not fsynced: it is of no use after a crash."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(entry and asdict(entry)))
+    os.rename(unfinished, file)
+
+
+def _read_entry(file: Path) -> FileEntry | None:
+    entry = json.loads(file.read_text())
+    return entry and FileEntry(**entry)
 
 
 def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
@@ -322,7 +385,7 @@ def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
         more = ", ..." if len(extra) > 4 else ""
         problems.append(f"no place here for {len(extra)} of its tensors: {', '.join(extra[:4])}{more}")
     if problems:
-        raise UserError(
+        raise MisfitError(
             "\n  ".join([f"{index.path} does not fit this run:", *problems])
             + "\nUse the model, optimizer and precision it was saved with, or start a new run."
         )

@@ -45,6 +45,11 @@ def complete_checkpoints(root: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def unfinished_checkpoints(root: str | Path) -> list[Path]:
+    """Return the folders in `root` of checkpoints whose save, or whose deletion, was interrupted; sorted by name."""
+    return [Path(root, name) for name in sorted(_entries(Path(root))) if _PARTIAL.fullmatch(name)]
+
+
 def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     """Return the complete checkpoint with the highest step in `root`, or `root` itself if it is a checkpoint.
 

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class TensorShard:
     """The part of a global tensor that this rank holds: one box (a range in every dimension) and its values.
 
-    name: kind and global name, like `params/model.norm.weight` or `optimizer.exp_avg/model.norm.weight`.
+    name: kind and global name, like "params/model.norm.weight" or "optimizer.exp_avg/model.norm.weight".
     shape: the shape of the global tensor.
     box: where in the global tensor the values belong.
     tensor: the values, in the shape of the box; may be a view, for example of a flat buffer. Loading fills it in place.
@@ -105,7 +105,7 @@ class SavedTensor:
 def make_tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
     """Return the `TensorShard`s of a parameter, or of a tensor that is sharded like it, such as an optimizer state.
 
-    kind: prefix of the name, as `params` or `optimizer.exp_avg`. spec: the parameter's. tensor: has the shape of the
+    kind: prefix of the name, as "params" or "optimizer.exp_avg". spec: the parameter's. tensor: has the shape of the
     spec's only box, or holds the spec's boxes one after another in contiguous memory. rank: this rank's global rank; it
     saves the shards if it is the spec's owner.
     """

@@ -5,11 +5,19 @@ import signal
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to stop: SIGINT, SIGTERM, and SIGHUP unless this process ignores it.
+
+    A terminal that closes sends SIGHUP; the command nohup starts a program that ignores it.
+    """
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopSignalRecorder:
-    """A context manager that records SIGINT and SIGTERM as a request to stop, instead of ending the process.
+    """A context manager that records the signals of `stop_signals` as a request to stop: they do not end the process.
 
     signal_name: the first signal received in this context, as "SIGINT"; None if there was none.
     A rank must not exit alone: the others would wait for it in their next collective. Before each update the trainer
@@ -29,7 +37,7 @@ class StopSignalRecorder:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopSignalRecorder works in the main thread only: Python delivers signals to no other")
         self.signal_name, self._interrupts = None, 0
-        for number in SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._record)
         # Python does not call the handler while the main thread is inside torch; the wakeup pipe is written at once.
         read, write = os.pipe()

@@ -1,6 +1,6 @@
 """Write a safetensors file and compute its checksum in one pass over the tensors' memory.
 
-safetensors' own `save_file` would leave the checksum to a second pass that reads the file back from disk.
+`safetensors.torch.save_file` would leave the checksum to a second pass that reads the file back from disk.
 Format: https://github.com/huggingface/safetensors#format
 """
 

@@ -85,7 +85,10 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202, equation 6)."""
+    """The feed-forward layer, `down_proj(silu(gate_proj(x)) * up_proj(x))`.
+
+    Shazeer 2020, arXiv 2002.05202, equation 6.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()

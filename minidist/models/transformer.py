@@ -4,12 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, dropout_site_index
 from minidist.models.layers import Attention, RMSNorm, Rotary, SwiGLU, at_least_float32, rotary_tables
-
-# Labels with this value are ignored, in the loss sum and in the token count.
-IGNORE_INDEX = -100
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

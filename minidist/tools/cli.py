@@ -5,9 +5,7 @@ ends in one message and exit code 1. Neither shows a traceback.
 """
 
 import contextlib
-import os
 import re
-import select
 import signal
 import sys
 import textwrap
@@ -21,7 +19,8 @@ from typing import Annotated, Any, Literal
 from minidist import __version__
 from minidist.config import Config
 from minidist.errors import RunError, UserError, suggest
-from minidist.tools.options import FLAT, help_width, parse_options
+from minidist.tools.options import FLAT, given_options, help_width, parse_options
+from minidist.tools.standard_streams import drop_failed_writes, open_closed_streams, watch_standard_output
 
 COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
@@ -71,29 +70,35 @@ def _run(argv: list[str]) -> int:
 def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
     """Call `run` and return its exit code; if it raises UserError or RunError, print the error and return its code.
 
-    name: the program's name, which precedes the error message on stderr. SIGINT and SIGTERM end `run` as exceptions, so
-    that it deletes its temporary files; SIGINT returns 130. If the reader of standard output has closed it, as `head`
-    does, returns 141 without a message.
+    name: the program's name, which precedes the error message on stderr. SIGINT, SIGTERM and SIGHUP end `run` as
+    exceptions, so that it deletes its temporary files; SIGINT returns 130. If the reader of standard output has closed
+    it, as `head` does, returns 141 without a message; if it cannot be written for another reason, 1 with one.
     """
-    try:
-        with _exceptions_from_signals():
-            code = run()
-        sys.stdout.flush()
-        return code
-    except (UserError, RunError) as error:
-        _print_error(error, name)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        if not _output_is_closed():
-            raise
-        return _PIPE_CLOSED
+    open_closed_streams()
+    with drop_failed_writes("stderr"), watch_standard_output() as is_output_error:
+        try:
+            with _exceptions_from_signals():
+                code = run()
+            sys.stdout.flush()
+            return code
+        except (UserError, RunError) as error:
+            _print_error(error, name)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+        except OSError as error:
+            if not is_output_error(error):
+                raise
+            if isinstance(error, BrokenPipeError):
+                return _PIPE_CLOSED
+            reason = error.strerror or error
+            print(f"{name}: standard output cannot be written: {reason}.", file=sys.stderr, flush=True)
+            return 1
 
 
 @contextlib.contextmanager
 def _exceptions_from_signals() -> Iterator[None]:
-    """Return a context manager in which SIGINT raises KeyboardInterrupt, and SIGTERM SystemExit.
+    """Return a context manager in which SIGINT raises KeyboardInterrupt, and SIGTERM and SIGHUP SystemExit.
 
     A shell that starts a command in the background lets it ignore SIGINT. Other handlers than the default stay.
     """
@@ -107,6 +112,7 @@ def _exceptions_from_signals() -> Iterator[None]:
         for number, default, handler in (
             (signal.SIGINT, signal.SIG_IGN, signal.default_int_handler),
             (signal.SIGTERM, signal.SIG_DFL, end),
+            (signal.SIGHUP, signal.SIG_DFL, end),  # which `nohup` ignores, and so does this
         ):
             if signal.getsignal(number) == default:
                 signal.signal(number, handler)
@@ -117,16 +123,6 @@ def _exceptions_from_signals() -> Iterator[None]:
         for number, default, handler in installed:
             if signal.getsignal(number) == handler:  # the command may have installed its own, as `defer_sigterm` does
                 signal.signal(number, default)
-
-
-def _output_is_closed() -> bool:
-    """Whether the reader of standard output has closed it; if so, discard the buffered output."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes when it exits, too
-    return True
 
 
 def format_usage(program: str, commands: dict[str, str]) -> str:
@@ -179,8 +175,8 @@ def _parse(kind: type, name: str, argv: list[str], default: Any = None) -> Any:
 class TrainOptions:
     """Train a decoder-only transformer, by default on the source files of Python's standard library.
 
-    Ctrl-C or SIGTERM: the run saves a checkpoint after the current step and exits with code 0; a second Ctrl-C ends it
-    at once.
+    Ctrl-C, SIGTERM or SIGHUP (of a terminal that closes): the run saves a checkpoint after the current step and exits
+    with code 0; a second Ctrl-C ends it at once. Under nohup a SIGHUP changes nothing.
     """
 
     run: Annotated[Config, FLAT] = field(default_factory=Config)
@@ -208,7 +204,12 @@ def parse_train_options(argv: list[str], default_options: Sequence[str] = ()) ->
     if default_options:
         options = _parse(TrainOptions, "train", list(default_options), options)
     options = _parse(TrainOptions, "train", argv, options)
-    return options.run, options.ranks
+    return _with_given(options.run, TrainOptions, argv), options.ranks
+
+
+def _with_given(run: Config, kind: type, argv: list[str]) -> Config:
+    """Return the configuration with the names of the options that `argv` gives, besides those of a TOML file."""
+    return replace(run, given=run.given | given_options(kind, argv))
 
 
 def _base_config(argv: list[str]) -> tuple[Config, int | None]:
@@ -217,14 +218,14 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     The TOML file overrides the run to resume, which overrides the defaults.
     """
     from minidist.tools.config_file import read_config_file, read_rank_count
-    from minidist.tools.launch.resume import read_resumed_config
     from minidist.tools.launch.torchrun import is_under_torchrun
+    from minidist.train.resume import read_resumed_config
 
     file, base = _value_of(argv, "--config"), Config()
-    resume = _value_of(argv, "--checkpoint.resume")
-    if resume is None and file is not None:
-        resume = read_config_file(Path(file)).checkpoint.resume
-    if resume not in (None, "None", "none", "auto", Path("auto")):
+    how = base.checkpoint if file is None else read_config_file(Path(file)).checkpoint
+    resume = _value_of(argv, "--checkpoint.resume") or how.resume
+    inherits = how.inherit and "--checkpoint.no-inherit" not in argv
+    if inherits and resume not in (None, "None", "none", "auto", Path("auto")):
         base = read_resumed_config(Path(resume))
     if file is None:
         return base, None
@@ -263,7 +264,8 @@ def _consistency(argv: list[str]) -> int:
     options, file = ConsistencyOptions(), _value_of(argv, "--config")
     if file is not None:
         options = replace(options, run=read_config_file(Path(file), options.run))
-    return consistency(_parse(ConsistencyOptions, "consistency", argv, options))
+    options = _parse(ConsistencyOptions, "consistency", argv, options)
+    return consistency(replace(options, run=_with_given(options.run, ConsistencyOptions, argv)))
 
 
 def _chaos(argv: list[str]) -> int:
@@ -310,10 +312,13 @@ def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate.command import main
     from minidist.tools.estimate.failures import parse_failure_model
     from minidist.tools.estimate.flops import parse_measured_step
-    from minidist.tools.launch.start import choose_ranks
+    from minidist.tools.launch.start import check_offload, choose_device, choose_ranks
 
     options = _parse(_EstimateOptions, "estimate", argv, _EstimateOptions(*_base_config(argv)))
+    options = replace(options, run=_with_given(options.run, _EstimateOptions, argv))
     ranks = choose_ranks(options.run, options.ranks)
+    instead = ", or give --device cuda to estimate a run on GPUs"
+    check_offload(options.run, choose_device(options.run, ranks), ranks, instead)
     step = parse_measured_step(options.step_time_s, options.peak_tflops)
     failures = parse_failure_model(options.mtbf_s, options.save_s, options.restart_s)
     if options.parameters is not None and (step or options.block == "gpt"):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.config import Config
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.learning_rate import learning_rate
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
-from minidist.tools.chaos.faults import parse_fault
+from minidist.tools.chaos.faults import Fault, parse_fault
 from minidist.validation import option_value, validate
 
 # Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
@@ -22,7 +22,11 @@ _REFUSED: tuple[OptionRule, ...] = (
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
     ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
     ("fault.digest_every", lambda c, m: not c.consistency.is_asynchronous,
-     "the ranks of consistency.mode {consistency.mode} hold different parameters"),
+     "in consistency.mode {consistency.mode} each rank has the parameters of its own last pull, which differ from "
+     "those of the others, and only the server has optimizer states, so no two ranks hold tensors that must be equal"),
+    ("fault.digest_every", lambda c, m: c.consistency.mode != "gossip" or c.replica_mesh(m).world_size > 1,
+     "in consistency.mode gossip the replicas differ until the last step, and each of them has one rank here, so no "
+     "two ranks hold tensors that must be equal"),
     ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
     ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
      "ranks are not replaced: give --fault.live-recovery"),
@@ -72,7 +76,7 @@ def validate_options(config: Config, world_size: int) -> Mesh:
     mesh = validate(config, world_size)
     _check_steps(config)
     if config.fault.inject is not None:
-        parse_fault(config.fault.inject, world_size)
+        _check_fault(config, parse_fault(config.fault.inject, world_size))
     for message in _find_unused_options(config, mesh, _REFUSED):
         raise UserError(f"{message} Leave --{message.split()[0]} out.")
     return mesh
@@ -82,10 +86,27 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Return warnings, as text, about settings of a run that have no effect, or hardly any."""
     found = _find_unused_options(config, mesh, _OPTION_RULES)
     warmup, steps = config.optim.warmup_steps, config.train.steps
-    if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
+    if warmup > steps and _is_requested("optim.warmup-steps", config):
         found.append(
-            f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
+            f"optim.warmup-steps is {warmup} and the run has {format_count(steps, 'step')}: the learning rate ends at "
             f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
+        )
+    if config.fault.digest_every and config.consistency.mode == "gossip":
+        found.append(
+            f"fault.digest-every {config.fault.digest_every} compares the ranks inside each of the "
+            f"{config.num_replicas(mesh)} replicas: under gossip the replicas themselves differ until the last step."
+        )
+    how = config.consistency
+    if how.merges_replicas and config.num_replicas(mesh) == 1:
+        effect = (
+            "its outer step is along this replica's own difference" if how.mode == "diloco" else "it merges nothing"
+        )
+        found.append(
+            f"consistency.mode {how.mode} has one replica here, {mesh}: {effect}. For more replicas, give mesh.dp a "
+            "larger size and the other axes smaller ones, or start more ranks."
+            if mesh.dp == 1
+            else f"consistency.mode {how.mode} has one replica here (consistency.replicas 1): {effect}. Leave "
+            f"--consistency.replicas out for {mesh.dp} replicas."
         )
     return found + find_zero_warnings(config, mesh)
 
@@ -94,9 +115,11 @@ def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Return warnings, as text, if the run's ZeRO stage costs communication and saves little memory on this mesh."""
     zero, found, ranks = config.zero, [], config.zero.shard_group_size(config.replica_mesh(mesh))
     if zero.stage and ranks == 1:
+        replicas = config.num_replicas(mesh)
+        where = f"each of the {replicas} replicas of consistency.mode {config.consistency.mode} has " * (replicas > 1)
         found.append(
-            f"zero.stage {zero.stage} shards nothing here: dp x cp = 1, so each part of the model is on one rank only. "
-            "It costs nothing and saves nothing."
+            f"zero.stage {zero.stage} shards nothing here: {where}dp x cp = 1, so each part of the model is on one "
+            f"rank only{' of a replica' * (replicas > 1)}. It costs nothing and saves nothing."
         )
     micro_batches = config.train.micro_batches
     if zero.stage == 2 and mesh.pp > 1 and not zero.keep_gradients and ranks > 1:
@@ -130,6 +153,16 @@ def describe_learning_rate_jump(before: Config, config: Config, step: int) -> st
     )
 
 
+def _check_fault(config: Config, fault: Fault) -> None:
+    """Raise UserError for a fault in the reduced gradient on a rank that has none: with a central server, a worker."""
+    server = config.consistency.server
+    if config.consistency.mode == "central" and (fault.kind, fault.phase) == ("nan", "agree") and fault.rank != server:
+        raise UserError(
+            f"fault.inject names rank {fault.rank} for a NaN in the reduced gradient (agree), and in consistency.mode "
+            f"central only the server, rank {server}, has it: name rank {server}, or the phase backward."
+        )
+
+
 def _check_steps(config: Config) -> None:
     """Raise UserError if a trace or a memory measurement would begin after the last step."""
     steps = config.train.steps
@@ -142,17 +175,28 @@ def _check_steps(config: Config) -> None:
 
 
 def _find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ...]) -> list[str]:
-    """Return a message for each option that differs from its default and has no effect in this run.
+    """Return a message for each option that was requested and has no effect in this run.
 
     rules: which options have an effect, and when; see `OptionRule`.
     """
-    found, default, sections = [], Config(), vars(config)
+    found, sections = [], vars(config)
     for options, has_effect, reason in rules:
         for option in () if has_effect(config, mesh) else options.split():
             value, name = option_value(config, option), option.replace("_", "-")
-            if value != option_value(default, option):
+            if _is_requested(name, config):
                 found.append(f"{name} {_format_value(value)} has no effect: {reason.format(**sections)}.")
     return found
+
+
+def _is_requested(name: str, config: Config) -> bool:
+    """Return whether an option asks for something: it differs from its default, or was given at its default value.
+
+    Nothing is asked for by a switch that is off and a value that is none.
+    """
+    value = option_value(config, name)
+    if value != option_value(Config(), name):
+        return True
+    return name in config.given and value is not None and value is not False
 
 
 def _format_value(value: Any) -> str:

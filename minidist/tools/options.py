@@ -7,18 +7,19 @@ tuples of these (several values, one after the other), and each of them or None.
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from minidist.errors import UserError, suggest
+from minidist.config import option_fields
+from minidist.errors import UserError, format_count, suggest
+from minidist.tools.option_suggestions import suggest_options
 
 # Markers for a field's type. Annotated[Config, FLAT]: its options have no prefix; Annotated[str, POSITIONAL]:
 # a positional argument; Annotated[..., HIDDEN]: an option that help leaves out.
@@ -26,27 +27,8 @@ FLAT, POSITIONAL, HIDDEN = "flat", "positional", "hidden"
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-# Names that other trainers use for our options.
-_ALIASES = {
-    "batch-size": "train.global-batch",
-    "global-batch-size": "train.global-batch",
-    "max-steps": "train.steps",
-    "train-iters": "train.steps",
-    "epochs": "train.steps",
-    "microbatches": "train.micro-batches",
-    "num-microbatches": "train.micro-batches",
-    "gradient-accumulation-steps": "train.micro-batches",
-    "learning-rate": "optim.lr",
-    "optimizer": "optim.kind",
-    "dtype": "precision.policy",
-    "layers": "model.num-layers",
-    "world-size": "ranks",
-    "nproc-per-node": "ranks",
-    "output-dir": "folder",
-    "tensor-model-parallel-size": "mesh.tp",
-    "pipeline-model-parallel-size": "mesh.pp",
-    "context-parallel-size": "mesh.cp",
-}
+# Words that other programs take as the value of a bool option.
+_SWITCH_WORDS = ("true", "false", "on", "off", "yes", "no")
 _COLUMN = 30
 
 
@@ -124,16 +106,42 @@ def parse_options(
             repeats = option.is_list and typing.get_args(option.kind)[-1] is Ellipsis and value is not None
             values[option.path] = (*(values.get(option.path) or ()), *value) if repeats else value
         elif name in by_name or name in negated:
-            if equals:
-                raise UserError(f"--{name} takes no value, but {inline!r} was given: write --{name} alone.")
-            values[(by_name.get(name) or negated[name]).path] = name in by_name
+            option = by_name.get(name) or negated[name]
+            value = inline if equals else rest[0] if rest and rest[0].lower() in _SWITCH_WORDS else None
+            if value is not None:
+                raise UserError(
+                    f"--{name} takes no value, but {value!r} was given: write --{option.name} alone to turn it on, "
+                    f"--{option.negated_name} to turn it off."
+                )
+            values[option.path] = name in by_name
         elif keep_unknown:
             unknown.append(word)
         else:
-            guess = _guess(name, [*by_name, *negated]) or "."
+            guess = _guess(name, [*by_name, *negated])
             raise UserError(f"there is no option --{name}{guess} {program} --help lists all of them.")
     made = _make(kind, values, program, options) if default is None else _replace(default, values)
     return (made, unknown) if keep_unknown else made
+
+
+def option_names(kind: type) -> dict[str, str]:
+    """Return the names, without dashes, of a command's options that are not positional, and what each one sets.
+
+    kind: the dataclass of the command's options. A bool option has two names, of which the second sets it to False;
+    both have the first name as their value here.
+    """
+    options = [option for option in _list_options(kind) if not option.positional]
+    negated = {option.negated_name: option.name for option in options if option.kind is bool}
+    return {option.name: option.name for option in options} | negated
+
+
+def given_options(kind: type, words: Sequence[str]) -> frozenset[str]:
+    """Return the names of the options that occur in `words`, a command line; a negated one by its positive name.
+
+    kind: the dataclass of the command's options.
+    """
+    names = option_names(kind)
+    found = [word.removeprefix("--").partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    return frozenset(names[name] for name in found if name in names)
 
 
 def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[_Option]:
@@ -145,7 +153,7 @@ def _list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", sect
     """
     plain, nested = [], []
     hints, documented = typing.get_type_hints(kind, include_extras=True), _field_docstrings(kind)
-    for field in dataclasses.fields(kind):
+    for field in option_fields(kind):
         hint, marks = hints[field.name], ()
         if typing.get_origin(hint) is typing.Annotated:
             hint, *marks = typing.get_args(hint)
@@ -258,7 +266,7 @@ def _value_of(option: _Option, given: list[str]) -> Any:
         return values[0]
     counted = typing.get_args(option.kind)
     if counted[-1] is not Ellipsis and len(values) != len(counted):
-        raise UserError(f"--{option.name} has {len(values)} values; it needs {len(counted)}.")
+        raise UserError(f"--{option.name} has {format_count(len(values), 'value')}; it needs {len(counted)}.")
     return values
 
 
@@ -282,19 +290,12 @@ def _expected(option: _Option) -> str:
     return f"{one} or several" if option.is_list else one
 
 
-def _guess(given: str, names: Sequence[str]) -> str:
+def _guess(given: str, names: Collection[str]) -> str:
     """Suggest options similar to an unknown name, as the end of a sentence."""
-    if (alias := _ALIASES.get(given)) in names:
-        return f"; did you mean --{alias}?"
-    last = given.rpartition(".")[2]
-    close = [name for name in names if name.rpartition(".")[2] == last]
-    close.sort(key=lambda name: not name.startswith(("train.", "model.", "mesh.")))
-    if not close:
-        close = difflib.get_close_matches(given, names, 1, 0.7)
-    if not close and "." not in given:
-        lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
-        close = [lasts[one] for one in difflib.get_close_matches(given, lasts, 1, 0.7)]
-    return f"; did you mean {' or '.join(f'--{name}' for name in close[:3])}?" if close else ""
+    if found := suggest_options(given, names):
+        return f"; did you mean {' or '.join(f'--{option}' for option in found)}?"
+    section = [f"--{name}" for name in names if name.startswith(f"{given}.") and not name.startswith(f"{given}.no-")]
+    return f": {given} is a section, with the options {', '.join(section)}." if section else "."
 
 
 def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[_Option]) -> Any:

@@ -10,13 +10,16 @@ torch calls a process group through method names that differ between releases (`
 from 2.13 on); every name is overridden here, and a test compares them with torch's.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
+from torch.utils._pytree import tree_map_only
 
 from minidist.comm.collectives import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
@@ -53,6 +56,36 @@ def register_recording_backend(
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
+
+
+# Tensors that only a backend references, by id: see `is_backend_reference`.
+_BACKEND_REFERENCES: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def is_backend_reference(tensor: Tensor) -> bool:
+    """Whether a tensor was made to be passed to a recorded backend, and shares the memory of the caller's tensor.
+
+    A backend's thread drops its tensors some time after the operation has ended, later on a busy machine. Whoever
+    counts live tensors leaves these out; the caller's own tensor is freed as soon as the caller drops it.
+    """
+    return _BACKEND_REFERENCES.get(id(tensor)) is tensor
+
+
+def _make_backend_reference(tensor: Tensor) -> Tensor:
+    reference = tensor.detach()
+    _BACKEND_REFERENCES[id(reference)] = reference
+    return reference
+
+
+class _InnerGroup:
+    """A torch process group whose methods get backend references of the tensors with which they are called."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        return lambda *args: method(*tree_map_only(Tensor, _make_backend_reference, args))
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:
@@ -107,12 +140,14 @@ def _reduce_op_name(opts) -> str:
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A torch process group that records every operation and passes it on to another process group, `inner`.
+    """A torch process group that records its operations and passes them on to another process group, `inner`.
 
-    torch calls its methods, whose arguments and results are those of `dist.ProcessGroup`. ranks: ascending global
-    ranks. meter: receives a record of each operation. status: receives each launch and wait. group_name: the group's
-    name in the records. name: torch's name of the group. wait: called with a work handle and a timeout to wait for an
-    operation.
+    torch calls its methods, whose arguments and results are those of `dist.ProcessGroup`. Only a receive from any rank
+    is not recorded (`recv_anysource`). ranks: global ranks, ascending. meter: receives a record of each operation, or
+    of each of its tensors if an operation has several. status: receives each launch and wait. group_name: the group's
+    name in the records, to which torch's description of the group and, for a further group of the same name and ranks,
+    its number are appended. name: torch's name of the group. wait: called with a work handle and a timeout to wait for
+    an operation.
     """
 
     def __init__(
@@ -126,7 +161,7 @@ class RecordingGroup(dist.ProcessGroup):
         wait: WaitFunction = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
-        self._inner, self.ranks, self._meter, self._status = inner, ranks, meter, status
+        self._inner, self.ranks, self._meter, self._status = _InnerGroup(inner), ranks, meter, status
         self._name, self._wait = name, wait
         self._set_recorded_name(group_name)
 

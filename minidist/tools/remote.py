@@ -38,8 +38,9 @@ class RemoteFolder:
             self._files, self._root = url_to_fs(url)
         except ImportError as error:
             raise UserError(
-                f"--checkpoint.remote {url} needs a package that is not installed: {error}. Install "
-                "'minidist[remote]', and the driver of this file system (s3fs for s3://, gcsfs for gs://)."
+                f"--checkpoint.remote {url} needs a package that is not installed: {error}. In "
+                "minidist's folder, run pip install -e '.[remote]'; also install the file system's driver (s3fs for "
+                "s3://, gcsfs for gs://)."
             ) from None
         except ValueError as error:
             raise UserError(f"--checkpoint.remote {url} is not a URL that fsspec knows: {error}.") from None

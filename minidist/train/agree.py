@@ -88,11 +88,12 @@ class SkippedSteps:
 
     limit: the largest number of consecutive skipped steps. scaler: the loss scaler; the steps that it skips for an
     overflow are not counted here. None: no loss scaling. all_gather_object: takes this rank's value and returns the
-    values of all ranks. Attributes: total, the number of skipped steps; consecutive, those since the last update.
+    values of all ranks. Attributes: total, the number of skipped steps; consecutive, those since the last update;
+    last_step, the last step added, which counts once although it is added again after a live recovery.
     """
 
     def __init__(self, limit: int, scaler: LossScaler | None, all_gather_object: GatherObjects):
-        self.total = self.consecutive = 0
+        self.total = self.consecutive = self.last_step = 0
         self._limit, self._scaler, self._all_gather_object = limit, scaler, all_gather_object
 
     def add_step(self, result: StepResult, step: int, describe_last_checkpoint: Callable[[], str]) -> str | None:
@@ -102,6 +103,9 @@ class SkippedSteps:
         Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
         finite, or the loss scaler is exhausted.
         """
+        is_counted, self.last_step = step == self.last_step, step
+        if is_counted:
+            return None
         if result.is_finite:
             self.consecutive = 0
         elif not result.overflowed:

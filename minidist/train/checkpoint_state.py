@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from minidist.fault.shards import DTYPES, SavedTensor, TensorShard, make_tensor_shards
+from minidist.errors import DamagedError
+from minidist.fault.shards import SavedTensor, TensorShard, make_tensor_shards
 from minidist.parameters import Box
 from minidist.train.engine import Engine
+from minidist.train.optimizer import optimizer_state_names
 
 PARAMETERS = "params"
 OPTIMIZER = "optimizer."
 _TOKENS = "merge/tokens"
+_QUANTIZATION_ERROR = "quantization_error"
 
 
 def _prefix(engine: Engine) -> str:
@@ -27,7 +30,7 @@ def _replica_prefix(replica: int) -> str:
 def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -> Iterator[TensorShard]:
     """Yield the shards of replica 0 that replicas have of their own, renamed, for each of `replicas`; no copies."""
     for shard in shards:
-        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS)):
+        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS, _QUANTIZATION_ERROR)):
             yield from (dataclasses.replace(shard, name=_replica_prefix(replica) + shard.name) for replica in replicas)
 
 
@@ -60,6 +63,8 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
         for kind, name, tensor in engine.merger.outer_states():
             for shard in make_tensor_shards(kind, reducer.master_specs[name], tensor, rank):
                 yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
+        for name, error in engine.merger.quantization_errors():
+            yield from make_tensor_shards(prefix + _QUANTIZATION_ERROR, reducer.master_specs[name], error, rank)
         first = engine.control.rank == 0
         tokens = engine.merger.tokens
         yield TensorShard(prefix + _TOKENS, tokens.shape, Box.whole(tuple(tokens.shape)), tokens, first)
@@ -69,19 +74,21 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) 
     """Create the optimizer states that a checkpoint contains, as zeros, so that they can be loaded in place.
 
     engine: its optimizer gets the states, which it would otherwise create in its first step. tensors: the checkpoint's
-    tensors, by name. A parameter that was never used has no state in the checkpoint, and gets none.
+    tensors, by name. A parameter that was never used has no state in the checkpoint, and gets none. Raises DamagedError
+    if a parameter has only some of the states that its optimizer keeps.
     """
-    prefix = _prefix(engine)
-    for stored, tensor in tensors.items():
-        kind, name = stored.split("/", 1)
-        if prefix and not kind.startswith(prefix):
-            continue
-        kind = kind.removeprefix(prefix)
-        if kind.startswith(OPTIMIZER) and name in engine.reducer.masters:
-            master = engine.reducer.masters[name]
-            like = {"dtype": DTYPES[tensor.dtype_name], "device": master.device}
-            made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
-            engine.optimizer.state[master][kind.removeprefix(OPTIMIZER)] = made
+    engine.optimizer.state.clear()  # of a checkpoint that turned out to be damaged
+    prefix = _prefix(engine) + OPTIMIZER
+    for name, master in engine.reducer.masters.items():
+        names = optimizer_state_names(engine.optim.kind, name, len(engine.reducer.master_specs[name].shape))
+        found = {key: tensors[f"{prefix}{key}/{name}"] for key in names if f"{prefix}{key}/{name}" in tensors}
+        if found and len(found) < len(names):
+            missing = ", ".join(key for key in names if key not in found)
+            raise DamagedError(f"it has states of the optimizer for {name}, but not {missing}")
+        for key, tensor in found.items():
+            scalar = not tensor.shape and key == "step"  # torch's step count is a float32, whatever the master is
+            made = torch.zeros((), device=master.device) if scalar else torch.zeros_like(master)
+            engine.optimizer.state[master][key] = made
 
 
 def find_first_non_finite(engine: Engine) -> list[str]:

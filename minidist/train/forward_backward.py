@@ -27,7 +27,8 @@ class ForwardBackward:
 
     parallel: the model as `parallelize` returned it. groups: the process groups. seed: the seed of dropout.
     is_loss_counted: whether the losses of this rank enter the sum over all ranks. Ranks of a tensor-parallel group
-    compute the same loss, which only the first of them counts; pipeline stages before the last compute none.
+    compute the same loss, which only the first of them counts; of the pipeline stages, only the one that has the last
+    part of the model computes a loss.
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, seed: int):

@@ -1,9 +1,10 @@
 """Which rank computes the update of which matrix when matrices are sharded (Muon). Free of torch, for the estimate.
 
 Muon's update needs the full matrix, and under ZeRO or tensor parallelism every rank holds shards. So each matrix has an
-owner: all holders send it their shards, it computes the update, and sends every holder its shard of that. Each rank
-sends its own shards once and receives as much, whatever the number of ranks; nothing is padded and nothing is computed
-twice. (Liu et al. 2025, arXiv 2502.16982, section 2.3, gather every matrix on all ranks that hold a shard of it.)
+owner: one holder of each shard sends it, the owner computes the update, and sends every holder its shard of that. A
+rank sends each of its own shards at most once and receives as much, whatever the number of ranks; nothing is padded and
+nothing is computed twice. (Liu et al. 2025, arXiv 2502.16982, section 2.3, gather every matrix on all ranks that hold a
+shard of it.)
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,10 @@
 """The interfaces between the trainer and tools: observers, and live recovery.
 
 An observer watches a run: console output, traces, memory measurements. The trainer runs without any. Every rank calls
-every method of its observers, in the order in which they were given, so a method may communicate.
+every method of its observers except `check_folder`, in the order in which they were given, so a method may communicate.
+
+An observer cannot end a run by failing to write: the trainer notes an OSError of a method once, and goes on. A method
+that communicates does so before it writes, since an OSError ends it on one rank alone.
 """
 
 import contextlib
@@ -38,14 +41,21 @@ class Observer:
     def on_step(self, trainer: "Trainer", result: "StepResult") -> None:
         """Called after each step, with its outcome."""
 
-    def on_evaluation(self, step: int, loss: float) -> None:
-        """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token."""
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
+        """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token.
+
+        num_models: 1; or the number of replicas that train separately and differ now, of which each has evaluated its
+        part of the held-out text.
+        """
 
     def before_save(self, trainer: "Trainer") -> None:
         """Called before a checkpoint is saved; may raise RunError on all ranks to end the run without it."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Called when a checkpoint is complete. path: its folder."""
+        """Called when a checkpoint is complete. path: its folder.
+
+        Rank 0 may call it some steps before the other ranks, so this method must not communicate.
+        """
 
     def on_note(self, line: str) -> None:
         """Called with each line of text that the trainer or another observer passed to `Trainer.send_note`."""
@@ -57,7 +67,10 @@ class Observer:
         """Called at the end of the run. summary: what `train` will return; an observer may add entries to it."""
 
     def close(self) -> None:
-        """Release the resources of this observer. Called at the end of every run, also after an error."""
+        """Release the resources of this observer. Called at the end of a run, also after an error.
+
+        Not called if the trainer's constructor fails before it builds the model, for example for want of a corpus.
+        """
 
 
 class RegroupRequested(Exception):

@@ -1,9 +1,9 @@
 """The optimizer of a run: parameter groups with their update rule, learning rate and weight decay.
 
 It updates *masters*: the parameters themselves, wider copies of them, or this rank's shards of them. AdamW and SGD are
-elementwise, so updating a shard is bitwise the same as updating the full parameter if shards start at a multiple of
-`ALIGNED` elements. Otherwise the second moment of fused AdamW on CPU may differ in its last bit, since the kernel
-rounds vectorised elements once and the rest twice. Muon needs full matrices, and exchanges shards (`matrix_exchange`).
+elementwise, so updating shards is the same as updating the full parameter. With fused AdamW on CPU it is the same up to
+rounding, as ZeRO's shards start at any element: the kernel rounds an element of the second moment once if it is part of
+a full vector, and otherwise twice. Muon needs full matrices, and exchanges shards (`matrix_exchange`).
 """
 
 import math
@@ -18,8 +18,6 @@ from minidist.parameters import ParamSpecs
 from minidist.process_groups import is_hidden_matrix
 from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.muon import Muon
-
-ALIGNED = 64  # elements of at least 4 bytes: a multiple of the vector length of all of torch's CPU kernels
 
 
 def make_optimizer(
@@ -50,6 +48,16 @@ def make_optimizer(
             made = Muon(groups, exchange, optim.muon_steps, **adamw)
     set_learning_rate(made, optim.lr)
     return made
+
+
+def optimizer_state_names(kind: str, name: str, dims: int) -> tuple[str, ...]:
+    """Return the names of the states that the optimizer keeps for a parameter; SGD without momentum keeps none.
+
+    kind: as `OptimConfig.kind`. name, dims: the parameter's global name and its number of dimensions.
+    """
+    if kind == "sgd" or (kind == "muon" and is_hidden_matrix(name, dims)):
+        return ("momentum_buffer",)
+    return ("step", "exp_avg", "exp_avg_sq")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, base_lr: float) -> None:

@@ -15,10 +15,25 @@ AUTO = Path("auto")  # the value of --checkpoint.resume for "the newest checkpoi
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. checkpoints: those to resume from, in the order to try them; none for a new run."""
+    """The folder of a run.
+
+    checkpoints: those to resume from, in the order to try them; none for a new run. unfinished: the checkpoints beside
+    them, or in the folder, whose save was interrupted.
+    """
 
     path: Path
     checkpoints: tuple[Path, ...] = ()
+    unfinished: tuple[Path, ...] = ()
+
+    def describe_unfinished_saves(self) -> list[str]:
+        """Return a line for the log about the unfinished checkpoints; [] if there are none."""
+        if not self.unfinished:
+            return []
+        names = ", ".join(path.name for path in self.unfinished)
+        return [
+            f"unfinished in {self.unfinished[0].parent}, because a run ended while it saved or deleted a checkpoint: "
+            f"{names}. It is not used, and the next save deletes it."
+        ]
 
 
 def open_run_folder(config: Config) -> RunFolder:
@@ -30,11 +45,13 @@ def open_run_folder(config: Config) -> RunFolder:
     folder = None if config.folder is None else Path(config.folder).expanduser()
     if (resume := config.checkpoint.resume) not in (None, AUTO):
         newest = folders.latest_checkpoint(find_checkpoints_folder(resume))
-        return RunFolder(_create(folder or find_run_folder(newest)), (newest,))
+        path = _create(folder or find_run_folder(newest))
+        return RunFolder(path, (newest,), tuple(folders.unfinished_checkpoints(newest.parent)))
     if folder is None and resume == AUTO:
         raise UserError("--checkpoint.resume auto looks for checkpoints in the run folder: name it with --folder.")
     found = {} if folder is None else folders.complete_checkpoints(folder / CHECKPOINTS)
-    return RunFolder(_create(folder), tuple(reversed(found.values())))
+    unfinished = () if folder is None else folders.unfinished_checkpoints(folder / CHECKPOINTS)
+    return RunFolder(_create(folder), tuple(reversed(found.values())), tuple(unfinished))
 
 
 def _create(folder: Path | None) -> Path:

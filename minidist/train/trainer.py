@@ -18,10 +18,11 @@ from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError, format_count
 from minidist.fault import checkpoint, folders
 from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
+from minidist.fault.index import Index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
@@ -31,7 +32,7 @@ from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer, Recovery, RegroupRequested
-from minidist.train.resume import check_resumable
+from minidist.train.resume import ChangedOption, check_resumable, inherit_options, load_first_intact
 from minidist.train.same_program import check_same_program
 from minidist.validation import validate
 
@@ -89,7 +90,9 @@ class Trainer:
         meter: Meter | None = None,
         recovery: Recovery | None = None,
     ):
+        config = inherit_options(config)
         self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
+        self._unwritable: set[str] = set()  # what the observers could not write, as far as it has been noted
         self.mesh = validate(config, world.size)
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
         self.groups = comm.bind(
@@ -107,7 +110,7 @@ class Trainer:
         self._check_same_corpus()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self.start_notes = run.path, []
+        self.folder, self.start_notes = run.path, run.describe_unfinished_saves()
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
         self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         try:
@@ -124,6 +127,8 @@ class Trainer:
         self.engine = Engine(
             parallelize(model.to(self.world.device), self.groups, config), self.groups, config.optim, config.train.seed
         )
+        # The ranks do not meet in every step, so that rank 0 must be able to complete a checkpoint alone.
+        self.saver.writes_entries = self.engine.control is not self.control
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
@@ -142,13 +147,25 @@ class Trainer:
     def close(self) -> None:
         """Wait for this rank's checkpoint writer, and close the observers."""
         self.saver.close()
-        for observer in self.observers:
-            observer.close()
+        self._notify("close")
 
     def send_note(self, line: str) -> None:
         """Call `on_note` of all observers with a line of text."""
+        self._notify("on_note", line)
+
+    def note_failed_write(self, what: str, error: OSError) -> None:
+        """Send the observers a note that `what`, such as a file, cannot be written. The first time only."""
+        if what not in self._unwritable:
+            self._unwritable.add(what)
+            self.send_note(f"{what} cannot be written: {error.strerror or error}. The run goes on without it.")
+
+    def _notify(self, method: str, *args: Any) -> None:
+        """Call a method of all observers. One that cannot write is noted once: the run does not depend on it."""
         for observer in self.observers:
-            observer.on_note(line)
+            try:
+                getattr(observer, method)(*args)
+            except OSError as error:
+                self.note_failed_write(f"the output of {type(observer).__name__}", error)
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
@@ -193,8 +210,7 @@ class Trainer:
         """
         train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop
-        for observer in self.observers:
-            observer.on_start(self)
+        self._notify("on_start", self)
         for note in self.start_notes:
             self.send_note(note)
         if recovery is not None:
@@ -202,8 +218,7 @@ class Trainer:
         if self.interrupted_step is not None:
             stopped = self._report_step(self.interrupted_step).stop_requested
         while self.progress.step < train.steps and not stopped:
-            for observer in self.observers:
-                observer.before_step(self)
+            self._notify("before_step", self)
             with meter.span("step", step=self.progress.step + 1):
                 result = self._step()
             stopped = self._report_step(result).stop_requested
@@ -212,8 +227,7 @@ class Trainer:
                 if result.regroup_requested and not stopped and self.progress.step < train.steps:
                     self._finish_save()
                     raise RegroupRequested
-        for observer in self.observers:
-            observer.on_last_step(self)
+        self._notify("on_last_step", self)
         return self._finish(stopped and self.progress.step < train.steps)
 
     def _is_stop_requested(self) -> bool:
@@ -264,10 +278,11 @@ class Trainer:
         step, train, stopped = self.progress.step, self.config.train, result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
+        elif path := self.saver.commit_if_written():
+            self._report_checkpoint(path)
         if note := self.skipped_steps.add_step(result, step, self.describe_last_checkpoint):
             self.send_note(note)
-        for observer in self.observers:
-            observer.on_step(self, result)
+        self._notify("on_step", self, result)
         last = step == train.steps
         must_evaluate = _is_due(step, train.eval_every) and not last and not stopped
         if must_evaluate:
@@ -275,7 +290,10 @@ class Trainer:
         must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
         if must_save:
             self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
-        if (must_evaluate or must_save) and not last and not stopped:  # these can take longer than a step
+        # Evaluations and saves can take longer than a step. Replicas that train separately agree on a stop at merges
+        # only, but all ranks have just met to log their metrics.
+        is_logged = self.engine.merger is not None and _is_due(step, train.log_every)
+        if (must_evaluate or must_save or is_logged) and not last and not stopped:
             stopped = any(self.all_gather_object(self._is_stop_requested()))
             if stopped:
                 self._finish_save()
@@ -293,9 +311,9 @@ class Trainer:
         with self.groups.meter.span("evaluation"):
             batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
             loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
+        num_models = 1 if self.engine.merger is None else self.engine.merger.num_different_models
         if loss is not None:
-            for observer in self.observers:
-                observer.on_evaluation(self.progress.step, loss)
+            self._notify("on_evaluation", self.progress.step, loss, num_models)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
@@ -304,8 +322,7 @@ class Trainer:
         summary["stop_signal"] = self.stop_request.signal_name
         if loss is not None:
             summary["held_out_loss"] = loss
-        for observer in self.observers:
-            observer.on_end(self, summary)
+        self._notify("on_end", self, summary)
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
         return summary
 
@@ -316,8 +333,7 @@ class Trainer:
 
         at_end: whether the run ends here; then wait in any case, and end the run with an error if the save fails.
         """
-        for observer in self.observers:
-            observer.before_save(self)
+        self._notify("before_save", self)
         wait = wait or at_end
         state = {
             "config": to_toml(without_run_options(self.config)),
@@ -354,12 +370,17 @@ class Trainer:
         except RunError as error:
             self._note_failed_save(error, fatal)
             return
+        self._report_checkpoint(path)
+
+    def _report_checkpoint(self, path: Path) -> None:
+        """Tell the observers about a complete checkpoint, once; on rank 0, delete the old ones first."""
+        if folders.parse_step(path) == self._saved_step:
+            return
         if self.world.rank == 0:
             how = self.config.checkpoint
             folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
         self._saved_step = folders.parse_step(path)
-        for observer in self.observers:
-            observer.on_checkpoint(path)
+        self._notify("on_checkpoint", path)
 
     def _note_failed_save(self, error: RunError, fatal: bool) -> None:
         if fatal or isinstance(error, CommError):  # without its peers no rank can go on
@@ -377,22 +398,25 @@ class Trainer:
 
         A damaged one is noted, and the next one tried; raises UserError if all are damaged.
         """
-        for path in checkpoints:
-            try:
-                self._load(path)
-                return path
-            except DamagedError as error:
-                if path == checkpoints[-1]:
-                    raise
-                self.start_notes.append(str(error))
-        return None
+        path, damaged = load_first_intact(checkpoints, self._load)
+        self.start_notes += damaged
+        return path
 
     def _load(self, path: Path) -> None:
-        state = self._run_on_all_ranks(lambda: self._read_state(path))
-        checkpoint.load_checkpoint(
-            path, checkpoint_state.checkpoint_shards(self.engine), self.all_gather_object, self.control.rank
-        )
-        self.after_load(state)
+        index, changed = self._run_on_all_ranks(lambda: self._read_index(path))
+        # Only another precision than that of the checkpoint, which its options give, asks for other dtypes.
+        cast = any(option.name.startswith("precision.") for option in changed)
+        shards = checkpoint_state.checkpoint_shards(self.engine)
+        try:
+            checkpoint.load_checkpoint(path, shards, self.all_gather_object, self.control.rank, cast=cast)
+        except MisfitError as error:
+            raise DamagedError(f"{path} is damaged: its tensors are not those of its own options. {error}") from error
+        self.after_load(index.state)
+        self.start_notes += [
+            f"--{option.name} is {option.now}; it was {option.before} until step {index.step}" for option in changed
+        ]
+        if cast:
+            self.start_notes.append(f"{path} is converted to the dtypes of this precision")
 
     def after_load(self, state: dict[str, Any]) -> None:
         """Collective: continue from a state whose tensors have just been loaded. state: the `Index.state`."""
@@ -401,16 +425,19 @@ class Trainer:
             self.engine.scaler.load_state_dict(state["loss_scaler"])
         self.progress = Progress(state["step"], state["position"])
 
-    def _read_state(self, path: Path) -> dict[str, Any]:
+    def _read_index(self, path: Path) -> tuple[Index, list[ChangedOption]]:
         index = checkpoint.read_index(path)
-        check_resumable(index, self.config, self.corpus)
+        changed = check_resumable(index, self.config, self.corpus)
         if (saved := index.state.get("replicas", 1)) != (replicas := self.config.num_replicas(self.mesh)):
             raise UserError(
-                f"{path} has the state of {saved} replicas, this run has {replicas}: give --consistency.replicas "
-                f"{saved}, or start a new run."
+                f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: give "
+                f"--consistency.replicas {saved}, or start a new run."
             )
-        checkpoint_state.create_optimizer_states(self.engine, index.tensors)
-        return index.state
+        try:
+            checkpoint_state.create_optimizer_states(self.engine, index.tensors)
+        except DamagedError as error:
+            raise DamagedError(f"{path} is damaged: {error}") from None
+        return index, changed
 
     def _check_same_corpus(self) -> None:
         found = self.all_gather_object((self.corpus.fingerprint, self.corpus.describe()))
@@ -423,8 +450,8 @@ class Trainer:
 
 
 def without_run_options(config: Config) -> Config:
-    """Return `config` without the options of a single run: folder, checkpoint.resume, fault.inject, trace, memory."""
-    once = dataclasses.replace(config.checkpoint, resume=None)
+    """Return `config` without the options of a single run: folder, what to resume, fault.inject, trace, memory."""
+    once = dataclasses.replace(config.checkpoint, resume=None, inherit=True)
     fault = dataclasses.replace(config.fault, inject=None)
     return dataclasses.replace(
         config, folder=None, checkpoint=once, fault=fault, trace=TraceConfig(), memory=MemoryConfig()

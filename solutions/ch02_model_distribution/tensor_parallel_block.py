@@ -54,7 +54,7 @@ def shard(module: nn.Module, dim: int, group: Group, num_shards: int | None = No
 
 
 class TensorParallelMLP(nn.Module):
-    """The feed-forward layer `mlp`, `down(silu(gate(x)) * up(x))`, with its inner features sharded over the ranks."""
+    """The feed-forward layer `mlp`, `down_proj(silu(gate_proj(x)) * up_proj(x))`, with its inner features sharded."""
 
     def __init__(self, mlp: nn.Module, region: TensorParallelRegion):
         super().__init__()

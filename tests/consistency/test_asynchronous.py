@@ -8,12 +8,14 @@ import torch
 from minidist.config import OptimConfig
 from minidist.errors import RunError, UserError
 from minidist.tools.config_warnings import validate_options
+from minidist.tools.deadlock.detector import find_awaited_ranks
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.trainer import Trainer
 from tests.helpers.consistency_runs import ADAMW, WEIGHTED, assert_equal_parameters, make_config, train
 from tests.helpers.small_run import (
     Stop,
     read_checkpoint,
+    read_metrics,
     small_config,
     train_small,
     with_changes,
@@ -95,6 +97,42 @@ def test_a_gradient_that_is_not_finite_ends_the_run_while_a_checkpoint_is_saved(
     config = with_changes(config, consistency__h=6) if mode == "local" else config
     with pytest.raises(RunError, match="step 3: the reduced gradient is not finite"):
         ranks(train_small, 3, config)
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "stale"])
+def test_only_the_rank_that_hangs_is_awaited(server, tmp_path, text, mode):
+    """A worker that is stopped: neither the server, for whom the others wait, nor nobody."""
+    how = {"consistency__mode": mode, "fault__inject": "stop rank 1 at step 3 in forward", "checkpoint__every": 0}
+    job = server.start(train_small, 3, (make_config(tmp_path / "run", text, **how),), deadline_s=60)
+    waiting, awaited = [], {}
+    while not (len(waiting) == 2 and awaited.keys() == {1}):
+        assert not job.poll(0.05), "the run ended"
+        statuses = {rank: status for rank, status in enumerate(job.status_snapshots()) if status is not None}
+        waiting = [rank for rank, status in statuses.items() if status.state == "waiting"]
+        awaited = find_awaited_ranks(statuses)
+    assert waiting == [0, 2] and {0} <= {rank for ranks in awaited[1].values() for rank in ranks}
+    job.kill()
+
+
+@pytest.mark.parametrize("mode", ["central", "asynchronous"])
+def test_a_bit_flips_on_a_rank_without_masters(ranks, tmp_path, text, mode):
+    how = {"consistency__mode": mode, "fault__inject": "flip rank 1 at step 3 in forward"}
+    assert [summary["step"] for summary in ranks(train_small, 2, make_config(tmp_path / mode, text, **how))] == [6, 6]
+
+
+def test_a_reduced_gradient_is_made_nan_only_where_there_is_one():
+    config = small_config(None, None, consistency__mode="central", fault__inject="nan rank 1 at step 3 in agree")
+    with pytest.raises(UserError, match="only the server, rank 0, has it: name rank 0, or the phase backward"):
+        validate_options(config, 2)
+    validate_options(with_changes(config, consistency__server=1), 2)
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "local"])
+def test_steps_of_the_others_are_useful_while_rank_0_has_no_samples(ranks, tmp_path, text, mode):
+    how = {"consistency__mode": mode, "data__shares": (0.0, 1.0), "consistency__h": 3}
+    config = make_config(tmp_path / "run", text, **how)
+    assert ranks(train_small, 2, config)[0]["goodput"] > 0
+    assert "skipped steps" not in read_metrics(config.folder)[-1]["time"]["lost"]
 
 
 def test_training_lowers_the_loss(ranks, tmp_path, text):

@@ -48,10 +48,11 @@ def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()):
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-def losses(ranks, folder: Path, pieces: list[LearnerPiece]) -> list[float]:
-    """Of a small run on two ranks, in process groups of the warm server."""
-    ranks(train.train_with_pieces, 2, small_config(folder / "run", write_text(folder), train__steps=2), pieces)
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def losses(ranks, folder: Path, pieces: list[LearnerPiece], **changes) -> list[float]:
+    """Of a small run on two ranks, in process groups of the warm server. changes: of its configuration."""
+    run = folder / "-".join(["run", *changes])
+    ranks(train.train_with_pieces, 2, small_config(run, write_text(folder), train__steps=2, **changes), pieces)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -168,6 +169,16 @@ def test_either_of_several_values_may_be_asked_for():
     for stage, lost in (("1", "--zero.stage 2 or 3"), ("2", ""), ("3", "")):
         config, _ = parse_train_options(["--engine", "simple", "--zero.stage", stage])
         assert train.conflicting_option(train.PieceChoice(CATALOGUE["zero_stage_two"]), config, 2) == lost
+
+
+def test_the_staleness_bound_is_that_of_the_trainers_server(ranks, tmp_path):
+    """The server is on rank 0, which alone calls the piece; a run in another mode calls it nowhere."""
+    mine = train.LearnerPiece(**vars(piece("staleness_bound")) | {"one_rank": CATALOGUE["staleness_bound"].one_rank})
+    losses(ranks, tmp_path, [mine], consistency__mode="stale")
+    with pytest.raises(RunError, match="some rank never called staleness_bound"):
+        losses(ranks, tmp_path, [mine])
+    [choice] = choose_pieces([CATALOGUE["staleness_bound"]], 3)
+    assert not choice.left_out and choice.options[:2] == ("--consistency.mode", "stale")
 
 
 @pytest.mark.parametrize("name", Catalogue())

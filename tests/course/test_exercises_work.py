@@ -18,6 +18,7 @@ from minidist.tools.launch import RankServer
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
+NOTEBOOKS = sorted((ROOT / "chapters").glob("[0-9]*/*.ipynb"))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_start_copies_every_stub_and_a_second_time_nothing(work):
     assert not any(work.update(CATALOGUE).values())
 
 
-def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path):
+def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path, capsys):
     course = tmp_path / "course"
     shutil.copytree(ROOT / "exercises" / BLOCK.chapter, course / "exercises" / BLOCK.chapter)
     newer = Catalogue(course)
@@ -50,8 +51,12 @@ def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path
         newer[name].stub.write_text(CATALOGUE[name].stub.read_text() + "# newer\n")
     work.file(BLOCK).write_text("mine\n")
     assert not any(work.update(CATALOGUE).values()), "the course has nothing newer than what was copied"
-    done = work.update(newer)
-    assert done == {"added": [], "renewed": [work.file(newer["strided_partition"])], "kept": [work.file(BLOCK)]}
+    assert main(["--work", str(work.folder), "--root", str(course), "update"]) == 0
+    renewed, kept = capsys.readouterr().out.splitlines()
+    assert renewed.endswith("mine: 1 exercise renewed")
+    assert kept.startswith("kept ") and kept.endswith(
+        "block_partition.py: you have edited it; the course has a newer version"
+    )
     assert work.file(BLOCK).read_text() == "mine\n"
     assert work.file(newer["strided_partition"]).read_text().endswith("# newer\n")
 
@@ -118,7 +123,9 @@ def test_a_learner_solves_one_exercise(tmp_path, capfd):
         return code, capfd.readouterr().out
 
     code, out = type_in("start")
-    assert code == 0 and out.count(".py\n") == len(CATALOGUE)
+    assert code == 0 and f"{len(CATALOGUE)} exercises and {len(NOTEBOOKS)} notebooks added\n" in out
+    assert len(out.splitlines()) <= 4 and "check it: python -m exercises check rank_and_world\n" in out
+    assert Work(mine).file(CATALOGUE["rank_and_world"]).is_file()
     code, out = type_in("check", "block_partition")
     assert code == 1 and "not written yet: return the indices of this rank's block" in out
     code, out = type_in("hint", "block_partition")
@@ -130,6 +137,9 @@ def test_a_learner_solves_one_exercise(tmp_path, capfd):
     assert code == 0 and out == BLOCK.solution.read_text()
     code, out = type_in("progress")
     assert "block_partition           passed, 10 of 10 points, attempts: 2, hints: 1\n" in out
+    Work(mine).file(BLOCK).with_name("strided_partition.py").unlink()
+    code, out = type_in("update")
+    assert code == 0 and out.endswith("mine: 1 exercise added\n") and len(out.splitlines()) == 1
     code, out = type_in("list")
     assert len(out.splitlines()) == len(CATALOGUE) and "passed  Consecutive blocks" in out
     code, out = type_in("reset", "strided_partition")
@@ -195,7 +205,7 @@ def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
 def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
     assert main(["gate", "strided_partition"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("strided_partition         green") and out.endswith("1 exercises, all green\n")
+    assert out.startswith("strided_partition         green") and out.endswith("1 exercise, all green\n")
     assert main(["--root", str(tmp_path), "gate"]) == 1
     assert capsys.readouterr().out == "no exercise was checked\n"
 

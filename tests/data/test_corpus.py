@@ -118,7 +118,13 @@ def test_a_folder_gives_every_text_file_and_nothing_else(tmp_path, pipe):
     write(tmp_path / "empty.txt", b"")
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git" / "config", b"[core]" * 9)
-    assert [d.name for d in documents.read_text_files(tmp_path)] == ["plain"]
+    read, left_out = documents.read_text_files(tmp_path)
+    assert [d.name for d in read] == ["plain"]
+    assert left_out == (
+        f"--data.path {tmp_path}: 2 of 4 files are left out: 2 not UTF-8 text, first binary.bin (byte 3 is 0, as in a "
+        "binary file)"
+    )
+    assert corpus.load_text_corpus(tmp_path).left_out == left_out
 
 
 def test_a_moved_folder_keeps_its_fingerprint(tree, tmp_path):
@@ -187,7 +193,7 @@ def test_a_missing_path_is_refused(tmp_path):
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
     with refused("0 bytes"):
         corpus.load_text_corpus(write(tmp_path / "empty.txt", b""))
-    with refused("no text", "1 files", "1 are empty"):
+    with refused("no text", "of 1 file", "1 empty"):
         corpus.load_text_corpus(tmp_path)
 
 
@@ -209,7 +215,7 @@ def test_a_file_of_terabytes_is_refused_before_it_is_read(tmp_path):
     with refused("long.txt, the text has at least 4,398,046,511,104 bytes", "a quarter of this machine's memory"):
         corpus.load_text_corpus(tmp_path / "long.txt")
     (tmp_path / "long.txt").unlink()
-    with refused("2 files", "2 are not UTF-8 text"):  # in a folder, each is skipped after its first block
+    with refused("of 2 files", "2 not UTF-8 text"):  # in a folder, each is skipped after its first block
         corpus.load_text_corpus(tmp_path)
 
 
@@ -230,8 +236,23 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", forbidden)  # root may read anything, so no mode bits here
     with refused("secret.txt", "Permission denied"):
         corpus.load_text_corpus(tmp_path / "secret.txt")
-    with refused("1 cannot be read"):
+    with refused("1 unreadable"):
         corpus.load_text_corpus(tmp_path)
+
+
+def test_unreadable_files_of_a_folder_are_left_out_with_a_word(tmp_path, monkeypatch):
+    real = Path.open
+
+    def forbidden(path, *mode):
+        if "secret" in path.name:
+            raise PermissionError(13, "Permission denied")
+        return real(path, *mode)
+
+    for name in ("secret-b", "secret-a", "text"):
+        write(tmp_path / name, b"text" * 9)
+    monkeypatch.setattr(Path, "open", forbidden)
+    left_out = corpus.load_text_corpus(tmp_path).left_out
+    assert left_out.endswith(": 2 of 3 files are left out: 2 unreadable, first secret-a (Permission denied)")
 
 
 def test_a_pipe_is_refused(pipe):
@@ -241,7 +262,7 @@ def test_a_pipe_is_refused(pipe):
 
 def test_a_short_text_is_refused_with_all_numbers_and_the_option_to_change(tmp_path):
     path = write(tmp_path / "short.txt", b"x" * 500)
-    with refused("500 bytes", "450 to train", "50 held out", "--data.seq_len 128", "129 bytes", "1290", "at most 49"):
+    with refused("500 bytes", "450 to train", "50 held out", "--data.seq-len 128", "129 bytes", "1290", "at most 49"):
         corpus.open_corpus(path=path, seq_len=128)
     assert corpus.open_corpus(path=path, seq_len=49).held_out.size == 50
     with refused("19 bytes", "1 held out", "2 bytes"):

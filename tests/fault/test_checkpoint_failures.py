@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, MisfitError, RunError, UserError
 from minidist.fault import checkpoint, folders, shards
 from minidist.fault import index as index_file
 from minidist.fault.checkpoint import CheckpointSaver, load_checkpoint, read_index, save_checkpoint
@@ -322,7 +322,7 @@ def test_a_mismatch_on_one_rank_fails_the_load_on_all(tmp_path):
     outcomes = run_on_threads(
         2, lambda r, exchange: load_checkpoint(path, [full_shard(*item) for item in held[r].items()], exchange, r)
     )
-    assert {type(outcome) for outcome in outcomes} == {UserError} and len({str(o) for o in outcomes}) == 1
+    assert {type(outcome) for outcome in outcomes} == {MisfitError} and len({str(o) for o in outcomes}) == 1
     assert (held[0]["params/w"] == 77).all()
 
 

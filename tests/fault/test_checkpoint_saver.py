@@ -180,3 +180,52 @@ def test_a_copy_that_fails_on_one_rank_is_reported_on_all(tmp_path, monkeypatch)
         saver.close()
 
     assert run_on_threads(2, body) == [None, None] and not any(tmp_path.iterdir())
+
+
+def test_rank_0_completes_a_checkpoint_without_the_others_once_all_files_are_written(tmp_path):
+    def body(rank, exchange):
+        saver = CheckpointSaver(tmp_path, exchange, rank)
+        saver.writes_entries = True
+        saver.start_save(1, [full_shard(f"t{rank}", torch.ones(2)), full_shard("all", torch.ones(2), rank == 0)], {})
+        early = saver.commit_if_written() if rank == 1 else None  # never completes it
+        saver._save.file.result()
+        exchange(None)
+        committed = saver.commit_if_written()
+        assert committed == (tmp_path / "step-00000001" if rank == 0 else None)
+        assert saver.commit_if_written() is None and saver.is_saving
+        found = not (tmp_path / "step-00000001.partial").exists() if rank == 0 else True
+        assert saver.finish_save() == tmp_path / "step-00000001" and not saver.is_saving
+        saver.close()
+        return early, found
+
+    assert run_on_threads(2, body) == [(None, True)] * 2
+    assert not verify_checkpoint(tmp_path / "step-00000001")
+    assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == [
+        *("checkpoint.json", "rank-00000.safetensors", "rank-00001.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_rank_0_completes_no_checkpoint_of_which_a_file_is_missing(tmp_path, monkeypatch, missing):
+    real = checkpoint.write_tensor_file
+
+    def full_disk(file, tensors):
+        if file.name == f"rank-{missing:05d}.safetensors":
+            raise OSError(28, "No space left on device")
+        return real(file, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensor_file", full_disk)
+
+    def body(rank, exchange):
+        saver = CheckpointSaver(tmp_path, exchange, rank)
+        saver.writes_entries = True
+        saver.start_save(1, [full_shard(f"t{rank}", torch.ones(2))], {})
+        saver._save.file.exception()
+        exchange(None)
+        assert saver.commit_if_written() is None
+        with pytest.raises(RunError, match=f"rank {missing}: .*No space left on device"):
+            saver.finish_save()
+        saver.close()
+
+    assert run_on_threads(2, body) == [None, None]
+    assert not list(tmp_path.iterdir())

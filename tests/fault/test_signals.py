@@ -12,12 +12,23 @@ from minidist.fault.signals import StopSignalRecorder
 pytestmark = pytest.mark.process_lifecycle
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_is_recorded_and_nothing_is_interrupted(name):
     with StopSignalRecorder() as stop:
         assert stop.signal_name is None
         os.kill(os.getpid(), getattr(signal, name))
         assert stop.signal_name == name
+
+
+def test_a_hangup_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        with StopSignalRecorder() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal_name is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_raises_at_once():

@@ -1,18 +1,22 @@
 """Checkpoints from strangers: an edited index with a right sha256 is refused by name, and nothing outside is read."""
 
+import contextlib
 import json
 import math
 import os
 import re
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minidist.comm import World
+from minidist.config import OptimConfig
 from minidist.errors import DamagedError, UserError
 from minidist.fault.checkpoint import load_checkpoint, read_index
 from minidist.fault.index import FileEntry, verify_checkpoint
+from minidist.train.trainer import Trainer
 from tests.helpers.checkpoint_cases import (
     full_shard,
     load_full_tensors,
@@ -21,7 +25,7 @@ from tests.helpers.checkpoint_cases import (
     run_on_threads,
     save_sharded_rows,
 )
-from tests.helpers.small_run import small_config, train_small, with_resume, write_text
+from tests.helpers.small_run import small_config, train_small, with_changes, with_resume, write_text
 
 FILE = "rank-00001.safetensors"
 HUGE = 10**15
@@ -208,64 +212,98 @@ def test_an_intact_checkpoint_loads_from_a_folder_of_any_name(tmp_path):
 def run(tmp_path_factory):
     """A run of three steps with checkpoints of steps 2 and 3, and its configuration."""
     folder = tmp_path_factory.mktemp("run")
-    config = small_config(folder / "run", write_text(folder), train__steps=3, checkpoint__every=2)
+    config = small_config(
+        folder / "run", write_text(folder), train__steps=3, checkpoint__every=2, optim=OptimConfig(warmup_steps=2)
+    )
     train_small(World.single(), config)
     return config
 
 
-STATES = [
-    ("step", "3"),
-    ("step", -3),
-    ("step", 2),
-    ("step", 3.0),
-    ("step", True),
-    ("position", "36"),
-    ("position", -1),
-    ("position", 1.5),
-    ("position", 10**30),
-    ("corpus", None),
-    ("corpus_name", ["x"]),
-    ("loss_scaler", "big"),
-    ("loss_scaler", {"scale": "big", "good_steps": 1, "overflowed": []}),
-    ("loss_scaler", {"scale": 1.0, "good_steps": 1, "overflowed": 3}),
-    ("config", 5),
-]
+def edit_state(value, *keys):
+    return set_at(value, "state", *keys)
 
 
-@pytest.mark.parametrize(("field", "value"), STATES)
-def test_an_edited_state_is_refused_by_name_and_an_automatic_resume_takes_the_checkpoint_before(
-    run, tmp_path, field, value
-):
-    path = run.folder / "checkpoints" / "step-00000003"
-    intact = (path / "checkpoint.json").read_text()
-    rewrite_index(path, set_at(value, "state", field))
-    try:
-        named = with_resume(run, path, folder=tmp_path / "named", train__steps=4)
-        with pytest.raises(DamagedError, match=field if field != "config" else "the configuration"):
-            train_small(World.single(), named)
-    finally:
-        (path / "checkpoint.json").write_text(intact)
+def rename_tensor(old, new):
+    def change(body):
+        body["tensors"][new] = body["tensors"].pop(old)
+
+    return change
 
 
-def test_a_run_resumes_from_the_checkpoint_before_one_with_an_edited_state(tmp_path):
-    config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=3, checkpoint__every=2)
-    train_small(World.single(), config)
-    rewrite_index(config.folder / "checkpoints" / "step-00000003", set_at("3", "state", "step"))
-    train_small(World.single(), config)
-    starts = [row["start"] for row in map(json.loads, (config.folder / "metrics.jsonl").open()) if "start" in row]
+def remove(*keys):
+    def change(body):
+        for key in keys[:-1]:
+            body = body[key]
+        del body[keys[-1]]
+
+    return change
+
+
+def reinterpret_tensors(body):
+    """Another dtype of the same size, so that only the files and the options contradict it."""
+    for tensor in body["tensors"].values():
+        tensor["dtype"] = "int32"
+
+
+NORM = "model.norm.weight"
+# What a stranger, who knows the format, may change in the index of a run: the change, and what the message says.
+CONTRADICTIONS = {
+    **{
+        f"{field} {value!r}": (edit_state(value, field), field if field != "config" else "the configuration")
+        for field, value in [
+            *(("step", value) for value in ("3", -3, 2, 3.0, True)),
+            *(("position", value) for value in ("36", -1, 1.5, 10**30)),
+            *(("corpus", None), ("corpus_name", ["x"]), ("loss_scaler", "big")),
+            ("loss_scaler", {"scale": "big", "good_steps": 1, "overflowed": []}),
+            ("loss_scaler", {"scale": 1.0, "good_steps": 1, "overflowed": 3}),
+            *(("replicas", value) for value in ("1", 0, 2, 1.5, None, 10**30)),
+            *(("config", value) for value in (5, None, "[train", "[train]\nsteps = 'six'", "[train]\npace = 6")),
+        ]
+    },
+    "no position": (remove("state", "position"), "position is 'missing'"),
+    "no configuration": (remove("state", "config"), "the configuration in its state is missing"),
+    "other dtypes": (reinterpret_tensors, "is int32 in the checkpoint, float32 here"),
+    "a tensor without a kind": (rename_tensor(f"params/{NORM}", NORM), "is not in the checkpoint"),
+    "a tensor of no parameter": (rename_tensor(f"params/{NORM}", "params/x"), "no place here for 1 of its tensors"),
+    "an unknown state": (
+        rename_tensor(f"optimizer.exp_avg/{NORM}", f"optimizer.x/{NORM}"),
+        "step-00000003 is damaged: it has states of the optimizer for .*, but not exp_avg",
+    ),
+    "a tensor too few": (remove("tensors", f"optimizer.step/{NORM}"), "but not step"),
+}
+
+
+@pytest.fixture
+def edited(run, tmp_path):
+    """`edited(change)`: the folder of a copy of the run, whose newest checkpoint has a changed index."""
+
+    def edit(change):
+        shutil.copytree(run.folder, tmp_path / "run")
+        rewrite_index(tmp_path / "run" / "checkpoints" / "step-00000003", change)
+        return tmp_path / "run"
+
+    return edit
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_an_edited_index_is_refused_by_name_and_an_automatic_resume_takes_the_checkpoint_before(run, edited, kind):
+    change, said = CONTRADICTIONS[kind]
+    folder = edited(change)
+    named = with_resume(run, folder / "checkpoints" / "step-00000003", folder=folder.parent / "x", train__steps=4)
+    with pytest.raises(DamagedError, match=said):
+        Trainer(World.single(), named)
+    with contextlib.closing(Trainer(World.single(), with_changes(run, folder=folder))) as trainer:
+        assert trainer.resumed_from == folder / "checkpoints" / "step-00000002" and trainer.progress.step == 2
+        assert re.search(said, trainer.start_notes[0])
+
+
+def test_a_run_resumes_from_the_checkpoint_before_one_with_an_edited_state(run, edited):
+    folder = edited(edit_state("3", "step"))
+    train_small(World.single(), with_changes(run, folder=folder))
+    starts = [row["start"] for row in map(json.loads, (folder / "metrics.jsonl").open()) if "start" in row]
     assert starts == [0, 2]
 
 
-def test_a_state_without_a_field_or_with_nan_is_refused(run):
-    path = run.folder / "checkpoints" / "step-00000003"
-    intact = (path / "checkpoint.json").read_text()
-    try:
-        for change, said in ((lambda body: body["state"].pop("position"), "position is 'missing'"),):
-            rewrite_index(path, change)
-            with pytest.raises(DamagedError, match=said):
-                train_small(World.single(), with_resume(run, path, folder=run.folder / "x", train__steps=4))
-        rewrite_index(path, set_at(math.nan, "state", "step"))
-        with pytest.raises(UserError, match="NaN"):
-            read_index(path)
-    finally:
-        (path / "checkpoint.json").write_text(intact)
+def test_a_state_with_nan_is_refused(edited):
+    with pytest.raises(UserError, match="NaN"):
+        read_index(edited(edit_state(math.nan, "step")) / "checkpoints" / "step-00000003")

@@ -11,6 +11,7 @@ import torch
 
 from minidist.comm import CommError, all_reduce, recv
 from minidist.config import FaultConfig
+from minidist.tools.console.metrics_file import MetricsFile
 from minidist.tools.launch.job import Replacement
 from minidist.tools.launch.run import make_observers_and_meter
 from minidist.tools.recovery import live_recovery as recovery_module
@@ -23,7 +24,10 @@ FP64 = {"precision__policy": "fp64"}
 
 @dataclass(frozen=True)
 class Kill:
-    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, report or restore."""
+    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, report, row or restore.
+
+    row: on rank 0, before it writes the step's row, when member 1 is in the next step.
+    """
 
     member: int
     step: int
@@ -58,6 +62,8 @@ class Actor(Observer):
 
     def before_step(self, trainer):
         step = trainer.progress.step + 1
+        if Kill(0, step - 1, "row") in self._script.kills:
+            self._store.set(f"begun/{step}/{self._member}", "")
         if step in self._script.wait_at and trainer.world.rank == 0 and trainer.world.size < self._full_size:
             number = trainer.recovery._generation.number
             wait_for_key(self._store, f"arrivals/{number + 1}/0")
@@ -126,6 +132,15 @@ def train_script(world, config, script: Script) -> dict:
         return restore(self, trainer)
 
     recovery_module.LiveRecovery.restore = restore_or_die
+    write_row = MetricsFile.write_row
+
+    def write_row_or_die(self, row):
+        if Kill(world.member, row.get("step"), "row") in script.kills:
+            wait_for_key(world.store, f"begun/{row['step'] + 1}/1")
+            _die()
+        write_row(self, row)
+
+    MetricsFile.write_row = write_row_or_die
     join = recovery_module.Membership.join_next_generation
 
     def join_with_new_process(self, has_failed):

@@ -65,9 +65,9 @@ def with_changes(config: Config, **changes) -> Config:
 
 
 def with_resume(config: Config, resume: Path, **changes) -> Config:
-    """The configuration of a run that resumes from `resume`."""
+    """The configuration of a run that resumes from `resume`, with these very options."""
     every = config.checkpoint.every
-    return with_changes(config, checkpoint=CheckpointConfig(every=every, resume=resume), **changes)
+    return with_changes(config, checkpoint=CheckpointConfig(every=every, resume=resume, inherit=False), **changes)
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
-from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.models.transformer import Transformer
 from minidist.tools.hugging_face import to_llama_config
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")

@@ -7,12 +7,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minidist.comm import GroupSpec, Meter, World, bind
+from minidist.labels import IGNORE_INDEX
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
 from minidist.models.init import init_parameters
 from minidist.models.layers import Attention
-from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.models.transformer import Transformer
 from minidist.parallel.context import simple
 from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.context.ring import ring_attention

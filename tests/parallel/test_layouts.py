@@ -62,7 +62,7 @@ def test_a_run_resumes_in_one_layout_after_the_other(ranks, tmp_path, tied):
     ranks(train, 1, whole)
     before = None
     for number, (world, layout) in enumerate(LAYOUTS.values(), 1):
-        kept = CheckpointConfig(every=2, resume=before and tmp_path / before / "checkpoints")
+        kept = CheckpointConfig(every=2, resume=before and tmp_path / before / "checkpoints", inherit=False)
         own = with_changes(whole, folder=tmp_path / str(number), checkpoint=kept, **layout)
         # The learning-rate schedule is that of the full run: each run is stopped after two steps, not made shorter.
         ranks(train_two_steps, world, own)

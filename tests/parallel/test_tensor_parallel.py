@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from minidist.comm import GroupSpec, Meter, World, bind
+from minidist.labels import IGNORE_INDEX
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
 from minidist.models.init import init_parameters
-from minidist.models.transformer import IGNORE_INDEX, Transformer, cross_entropy_sum
+from minidist.models.transformer import Transformer, cross_entropy_sum
 from minidist.parallel.tensor import simple
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parallel.tensor.vocabulary import VocabParallelLoss

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from minidist.comm import GroupSpec, World, all_reduce, bind
+from minidist.labels import IGNORE_INDEX
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
-from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.models.transformer import Transformer
 from minidist.parallel.tensor import simple
 from minidist.parameters import named_parameters
 

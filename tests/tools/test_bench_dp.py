@@ -147,11 +147,11 @@ def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     names, left_out = compare_dp.available_contenders(2, 8)
     assert names == [*RIGHT, NO_COMMUNICATION]
-    assert len(left_out) == 2 and all("minidist[peers]" in line for line in left_out)
+    assert len(left_out) == 2 and all("pip install -e '.[peers]'" in line for line in left_out)
     console = Console(file=io.StringIO(), width=120)
     result = ContenderResult("ours", "fused", None, [1.0], None, None, [1.0], None, None, None)
     contender_report.print_comparison(Comparison(2, "full", [result], left_out), [], console)
-    assert console.file.getvalue().count("pip install 'minidist[peers]'") == 2
+    assert console.file.getvalue().count("pip install -e '.[peers]'") == 2
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,12 @@
 """The benchmark of the checkpoint index: its numbers are those of the index that it wrote."""
 
 import json
+import signal
 
+import pytest
+
+from bench import __main__ as bench
+from bench import plan_index
 from bench.__main__ import main
 
 
@@ -19,3 +24,20 @@ def test_the_index_is_planned_for_many_ranks(tmp_path, capsys):
 def test_impossible_options_are_refused(capsys):
     assert main(["index", "--ranks", "0"]) == 2
     assert "--ranks is 0; it must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inherited", [signal.SIG_IGN, signal.default_int_handler], ids=["background", "foreground"])
+def test_sigint_ends_a_benchmark_even_if_its_shell_ignores_it(monkeypatch, inherited):
+    """A shell script lets a command that it starts with & ignore SIGINT."""
+
+    def benchmark(arguments, server):
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    monkeypatch.setattr(plan_index, "main", benchmark)
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        assert bench.run(["index"]) == 130
+        assert signal.getsignal(signal.SIGINT) == inherited
+    finally:
+        signal.signal(signal.SIGINT, before)

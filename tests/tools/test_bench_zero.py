@@ -105,7 +105,7 @@ def test_peers_that_are_missing_are_left_out_in_one_line_each(monkeypatch):
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     names, left_out = zero_baselines.available_baselines(2, 8)
     assert names == [name for name, baseline in zero_baselines.BASELINES.items() if baseline.package is None]
-    assert len(left_out) == 5 and all("minidist[peers]" in line and "\n" not in line for line in left_out)
+    assert len(left_out) == 5 and all("pip install -e '.[peers]'" in line and "\n" not in line for line in left_out)
 
 
 def test_a_batch_that_deepspeed_cannot_cut_leaves_it_out(monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from minidist.comm import World
-from minidist.errors import RunError
+from minidist.config import Config, to_toml
 from minidist.fault.index import verify_checkpoint
-from minidist.tools.cli import main, parse_train_options
+from minidist.mesh import Mesh
+from minidist.tools.cli import main, parse_train_options, run_to_exit_code
+from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.tools.launch import start
-from minidist.tools.launch.run import train_and_report
 from tests.helpers.processes import DEFAULT_CPU_BACKEND, wait_until
 from tests.helpers.small_run import (
-    DEADLINE_S,
     OPTIONS,
     Command,
     descendants,
@@ -76,15 +75,24 @@ def finished(tmp_path_factory):
         (["train", "--ranks", "two"], "--ranks is 'two'; it must be a whole number"),
         (["train", "--optim.lr"], "--optim.lr needs a value: a number"),
         (["train", "--optim.lr", "--compile"], "--optim.lr needs a value: a number"),
-        (["train", "--optim.betas", "0.9"], "--optim.betas has 1 values; it needs 2"),
+        (["train", "--optim.betas", "0.9"], "--optim.betas has 1 value; it needs 2"),
         (["train", "--optim.kind", "adam"], "--optim.kind is 'adam'; did you mean adamw[?] possible: adamw, sgd, muon"),
-        (["train", "--compile=yes"], "--compile takes no value, but 'yes' was given"),
+        (["train", "--compile=yes"], "--compile takes no value, but 'yes' was given: .* --no-compile to turn it off"),
+        (["train", "--zero.prefetch", "false"], "but 'false' was given: .* --zero.no-prefetch to turn it off"),
         (["train", "text.txt"], "'text.txt' belongs to no option; options begin with --"),
         (["train", "--data.pth", "x"], "there is no option --data.pth; did you mean --data.path[?]"),
         (["train", "--batch-size", "4"], "there is no option --batch-size; did you mean --train.global-batch[?]"),
         (["train", "--steps", "4"], "there is no option --steps; did you mean --train.steps or --trace.steps"),
         (["train", "--lr", "4"], "there is no option --lr; did you mean --optim.lr[?]"),
         (["train", "--train.stpes", "4"], "there is no option --train.stpes; did you mean --train.steps[?]"),
+        (["train", "--no-zero.prefetch"], "no option --no-zero.prefetch; did you mean --zero.no-prefetch[?] minidist"),
+        (["train", "--rank", "2"], "there is no option --rank; did you mean --ranks[?]"),
+        (["train", "--zero", "1"], "there is no option --zero; did you mean --zero.stage[?]"),
+        (["train", "--bf16"], "there is no option --bf16; did you mean --precision.policy bf16[?]"),
+        (
+            ["train", "--mesh", "2"],
+            "mesh is a section, with the options --mesh.pp, --mesh.dp, --mesh.cp, --mesh.tp[.] ",
+        ),
         (["train", "--qqq", "4"], r"there is no option --qqq\. minidist train --help lists all"),
         (["simulate", "--microbatches", "4"], "there is no option --microbatches; did you mean --micro-batches[?]"),
         (["sample"], "--checkpoint PATH is missing. A checkpoint"),
@@ -100,6 +108,42 @@ def finished(tmp_path_factory):
 def test_invalid_options_are_refused_in_one_message(place, capsys, arguments, message):
     assert re.search(message, refused(capsys, *arguments))
     assert not list(place.iterdir()), "a refused run leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --data.path t.txt --data.source stdlib", "data.source stdlib has no effect: data.path is t.txt"),
+        ("estimate --data.path t.txt --data.source=stdlib", "data.source stdlib has no effect"),
+        ("train --data.path t.txt --config t.toml", "data.source stdlib has no effect"),
+        ("estimate --consistency.outer_lr 0.7", "consistency.outer-lr 0.7 has no effect"),
+        ("estimate --zero.offload", "the 2 ranks run on the CPU .* or give --device cuda to estimate a run on GPUs"),
+        ("estimate --parameters 10 --zero.offload", "give --device cuda to estimate"),
+        ("consistency --data.path t.txt --data.source synthetic", "data.source synthetic has no effect"),
+        ("consistency --modes local --consistency.outer-lr 0.7", "--consistency.outer-lr has no effect"),
+        ("consistency --modes local --bound 2", "--bound 2 has no effect"),
+        ("consistency --consistency.mode synchronous", "give --modes instead"),
+    ],
+)
+def test_an_option_given_at_its_default_must_have_an_effect_too(place, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
+    Path("t.txt").write_text("to be or not to be\n" * 1000)
+    Path("t.toml").write_text("[data]\nsource = 'stdlib'")
+    assert re.search(message, refused(capsys, *arguments.split()))
+
+
+def test_only_what_the_user_writes_counts_as_given(place):
+    Path("own.toml").write_text("device = 'cpu'\n[train]\nlog_every = 10")
+    Path("record.toml").write_text(to_toml(Config()))  # of a run: it lists every option
+    words = "--train.micro_batches=1 --zero.no-offload --data.source stdlib"
+    own, _ = parse_train_options(["--config", "own.toml", *words.split()], default_options=("--optim.kind", "sgd"))
+    options = {"device", "train.log-every", "train.micro-batches", "zero.offload", "data.source"}
+    assert own.given == {"config", *options}
+    validate_options(own, 2)  # nothing is asked for by a switch that is off
+    record, _ = parse_train_options(["--config", "record.toml", "--data.path", "t.txt", "--zero.prefetch"])
+    assert validate_options(record, 2).dp == 2
+    assert find_warnings(record, Mesh(dp=2)) == ["zero.prefetch true has no effect: zero.stage is 0, not 3."]
+    assert record == parse_train_options(["--data.path", "t.txt"])[0] and "given" not in to_toml(record)
 
 
 def test_texts_that_cannot_be_learned_from_are_refused(place, capsys):
@@ -163,33 +207,64 @@ def test_a_file_system_that_cannot_be_written_is_refused(place, capsys, monkeypa
     assert sorted(os.listdir(place / "mounted")) == ([] if option == "ro" else ["filler"])
 
 
-def test_an_error_of_the_run_folder_is_one_line_without_frames_of_libraries(server, finished, tmp_path):
-    shutil.copytree(finished[0], tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    (tmp_path / "run" / "metrics.jsonl").mkdir()
-    config = small_config(tmp_path / "run", finished[1], train__steps=7, checkpoint__resume=tmp_path / "run")
-    with pytest.raises(RunError) as caught:  # rank 1 waits for rank 0, which alone writes the file
-        server.run(train_and_report, 2, (config,), deadline_s=DEADLINE_S)
-    assert str(caught.value) == (
-        f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. The last checkpoint is "
-        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000006'}: go on with --checkpoint.resume {tmp_path / 'run'}"
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_parity_deletes_its_folder_when_a_signal_ends_it_even_if_its_shell_ignores_sigint(place, number, code):
     temporary = place / "temporary"
     temporary.mkdir()
     ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
-    command = Command("parity", "--ranks", "1", folder=place, environ={"TMPDIR": str(temporary)}, prefix=ignoring)
+    # torch makes the folder of inductor's cache when it is imported, if that is not over before the signal.
+    environ = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
+    command = Command("parity", "--ranks", "1", folder=place, environ=environ, prefix=ignoring)
     with command:
-        assert wait_until(lambda: list(temporary.glob("minidist-parity-*")))
+        # A file in it: a signal that comes while Python creates a temporary folder leaves it behind.
+        assert wait_until(lambda: list(temporary.glob("minidist-parity-*/*")))
         os.kill(command.process.pid, number)
         ended = command.end()
     # Python ends itself by SIGINT if the interrupt came while C++ code ran Python (an import of torch does); a shell
     # reports 130 for that too.
     assert (128 - ended if ended < 0 else ended) == code
     assert not list(temporary.iterdir()) and "Traceback" not in command.output, command.output
+
+
+@pytest.fixture
+def set_hangup():
+    """`set_hangup(action)`: what SIGHUP does in this test, whatever it does in the shell that runs the tests."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda action: signal.signal(signal.SIGHUP, action)
+    signal.signal(signal.SIGHUP, before)
+
+
+def hang_up() -> int:
+    signal.raise_signal(signal.SIGHUP)
+    return 0
+
+
+def test_a_terminal_that_closes_ends_a_command_with_an_exception_unless_under_nohup(set_hangup):
+    set_hangup(signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        run_to_exit_code(hang_up)
+    assert ended.value.code == 128 + signal.SIGHUP
+    set_hangup(signal.SIG_IGN)
+    assert run_to_exit_code(hang_up) == 0
+
+
+class JobThatWaits:
+    """A job during which this process receives SIGHUP."""
+
+    def __init__(self):
+        self.signals = []
+        self.stop = self.signals.append
+
+    def wait(self):
+        signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize(("action", "sent"), [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
+def test_a_terminal_that_closes_asks_the_ranks_to_save_unless_under_nohup(set_hangup, tmp_path, action, sent):
+    set_hangup(action)
+    job = JobThatWaits()
+    start._wait(job, tmp_path)
+    assert job.signals == sent and signal.getsignal(signal.SIGHUP) == action
 
 
 def test_checkpoints_that_cannot_be_resumed_are_refused(place, capsys, finished):
@@ -284,7 +359,7 @@ print("torch" in sys.modules)
 """
     ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=place, timeout=240)
     assert ended.stdout.splitlines()[-1] == "False", ended.stderr
-    assert "Ctrl-C or SIGTERM" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
+    assert "Ctrl-C, SIGTERM or SIGHUP" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
 
 
 def test_the_command_trains_and_then_samples(place, capsys):

@@ -21,6 +21,7 @@ LAYOUTS = {
     "replicated key heads": (2, {"mesh__tp": 2, "model__num_kv_heads": 1}),
     "tied embedding on two stages": (2, {"mesh__pp": 2, "model__num_layers": 2, "model__tie_embeddings": True}),
     "diloco": (2, {"consistency__mode": "diloco", "consistency__h": 1}),
+    "diloco in int8": (2, {"consistency__mode": "diloco", "consistency__h": 1, "consistency__exchange": "int8"}),
     "local": (2, {"consistency__mode": "local", "consistency__h": 1}),
     "diloco with zero 1 inside": (
         4,

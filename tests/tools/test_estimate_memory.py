@@ -97,6 +97,7 @@ GRID = {
     2: [
         configured(consistency={"mode": "diloco", "h": 1}),
         configured(batch=2, consistency={"mode": "diloco", "h": 1}, model={"vocab_size": 640}),  # where the merge is
+        configured(batch=2, consistency={"mode": "diloco", "h": 1, "exchange": "int8"}, model={"vocab_size": 640}),
         configured(batch=2, consistency={"mode": "local", "h": 1}, model={"vocab_size": 640}),
         configured(stage=1, policy="bf16", precision={"reduce": "bf16"}),
         configured(stage=2, k=4),

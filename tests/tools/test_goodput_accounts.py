@@ -10,7 +10,14 @@ from minidist.tools.console.goodput import TimeAccounts
 from minidist.tools.console.reporter import RunReporter
 from minidist.train.observer import Observer
 from minidist.train.trainer import Trainer
-from tests.helpers.small_run import Stop, read_metrics, small_config, with_changes, write_text
+from tests.helpers.small_run import (
+    Stop,
+    read_metrics,
+    small_config,
+    with_changes,
+    with_resume,
+    write_text,
+)
 
 
 class Clock:
@@ -75,6 +82,34 @@ def test_useful_and_lost_time_of_all_attempts_is_the_wall_time(config):
     assert before[0]["time"]["lost"]["lost steps"] > 0 and {"starting", "resuming", "saving", "evaluation"} <= set(lost)
     assert 1900 < lost["between attempts"] < 2000  # the attempts began 1000 s apart and lasted seconds
     assert rows[-1]["end"] == 8 and summary["goodput"] == rows[-1]["goodput"] < 0.05
+
+
+def read_records(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_complete_run_that_is_started_again_keeps_its_records(config):
+    first = attempt(config, 1000)
+    records = read_records(config.folder)
+    again = with_changes(config, train__log_every=2)  # which may change
+    second = attempt(again, 9000)
+    assert read_records(config.folder) == records and {"metrics.jsonl", "config.toml", "loss.png"} <= set(records)
+    assert second == first
+
+
+def test_the_time_since_a_complete_run_ended_is_not_lost_when_it_is_resumed_for_more_steps(config):
+    attempt(config, 1000)
+    longer = with_changes(config, train__steps=12)
+    attempt(with_resume(longer, config.folder), 9000)
+    assert seconds(read_metrics(config.folder)[-1]) < 1000
+
+
+@pytest.mark.parametrize(("is_complete", "lost_s"), [(True, 0.0), (False, 90.0)])
+def test_only_an_attempt_that_did_not_complete_the_run_is_followed_by_lost_time(is_complete, lost_s):
+    accounts = TimeAccounts(Clock(100))
+    time = {"at": 10.0, "step": 8, "useful_s": 6.0, "lost": {}}
+    accounts.continue_from([{"end": 8, "complete": is_complete, "goodput": 1.0, "time": time}], 8)
+    assert accounts.seconds["between attempts"] == lost_s and accounts.seconds["useful"] == 6.0
 
 
 def test_a_skipped_step_is_lost_and_a_line_names_the_causes():

@@ -53,6 +53,28 @@ def test_a_request_to_stop_ends_a_job_whose_rank_is_stopped(server):
     assert caught.value.kind == "hang"
 
 
+def reduce_after_a_file_exists(world, file):
+    """Rank 0 waits in an all-reduce for rank 1, which runs until the file exists; returns the sum."""
+    grads = bind(world, Mesh(dp=2), [GroupSpec("grads", ("dp",))])["grads"]
+    if world.rank == 1:
+        assert wait_until(file.exists, DEADLINE_S)
+    tensor = torch.ones(1)
+    all_reduce(tensor, grads)
+    return float(tensor)
+
+
+@needs_proc
+def test_a_request_to_stop_leaves_time_to_a_rank_that_is_slow(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("minidist.tools.launch.job.NOTICE_S", 0.0)
+    job = server.start(reduce_after_a_file_exists, 2, (tmp_path / "go",), deadline_s=DEADLINE_S)
+    assert wait_until(lambda: job.poll(0.02) or job._noted_hangs, DEADLINE_S) and not job.has_ended
+    job.stop(signal.SIGURG)  # ignored by default, as SIGTERM is by a trainer that saves first
+    for _ in range(20):
+        job.poll(0.05)
+    (tmp_path / "go").touch()
+    assert job.wait().values == [2.0, 2.0]
+
+
 def _is_stopped(pid):
     return pid and open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "T"
 

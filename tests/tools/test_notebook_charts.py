@@ -94,7 +94,7 @@ def test_difference_curves_against_one_process():
         (lambda: plot_memory([{}, {"a": 0}]), "no memory to draw"),
         (lambda: compare_memory([], []), "nothing was measured or estimated"),
         (lambda: compare_memory([{"a": 1}], [{"a": 0}]), "nothing was estimated"),
-        (lambda: compare_memory([{"a": 1}], []), "1 ranks were measured and 0 estimated: give as many of both"),
+        (lambda: compare_memory([{"a": 1}], []), "measured is of 1 rank and estimated of 0: give as many of both"),
         (lambda: plot_losses({}, [1.0]), "no run has none"),
         (lambda: plot_losses({"2 ranks": []}, [1.0]), "2 ranks has none"),
         (lambda: plot_losses({"2 ranks": [1.0]}, []), "one process has none"),

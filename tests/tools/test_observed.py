@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from exercises.network import Network
 from exercises.observations import DeviceMoveTracker, LiveTensorMemory, PeakMemory, expect_order, timeline
 from exercises.testing import Wrong
-from minidist.comm import all_reduce
+from minidist.comm import Meter, all_reduce
+from minidist.comm.status import OperationTracker
+from minidist.tools.recording_backend import RecordingGroup
 
 KB = 1000
 
@@ -119,6 +122,39 @@ def test_held_counts_live_tensors_made_inside_the_context():
         del copy
         row.untyped_storage().resize_(0)
         assert memory.nbytes() == 0 and len(views) == 2
+
+
+class SlowGroup(dist.ProcessGroup):
+    """A process group that drops the tensors of its operations only when the test says so, as gloo's threads may."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+        self.kept = []
+
+    def broadcast(self, tensors, opts):
+        self.kept.append(torch.futures.Future())
+        self.kept[-1].set_result(tensors)  # stored in C++, as by a backend
+        return None
+
+
+def test_held_counts_nothing_that_only_a_backend_still_references():
+    inner = SlowGroup()
+    group = RecordingGroup(inner, (0,), Meter(), OperationTracker(), "slow", "slow")
+    with LiveTensorMemory() as memory:
+        sent = torch.zeros(256)
+        group.broadcast([sent], dist.BroadcastOptions())
+        assert memory.nbytes() == 1024
+        del sent
+        assert memory.nbytes() == 0 and len(inner.kept) == 1
+
+
+def test_held_does_not_count_garbage():
+    with LiveTensorMemory() as memory:
+        cycle = [torch.zeros(256)]
+        cycle.append(cycle)
+        assert memory.nbytes() == 1024
+        del cycle
+        assert memory.nbytes() == 0
 
 
 def test_held_counts_tensors_kept_elsewhere():

@@ -19,7 +19,7 @@ from minidist.data.partition import block_partition
 from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.tools.parity import command
-from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, SEED, TOLERANCES
+from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, MODES, SEED, TOLERANCES
 from minidist.tools.parity.command import (
     ParityOptions,
     choose_cases,
@@ -46,7 +46,10 @@ _FAST = 2 * 3 * 6 + 2 * 3 * 30 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) 
 # The simple engine, in two dtypes: with dp=2 one reduction with three optimizers and four ZeRO stages with two; one
 # reduction with tp=2, with sequence parallelism without dropout (half as many), with cp=2, and two pipeline schedules.
 _SIMPLE = 2 * (2 * 2) * 2 * (3 + 4 * 2) + 2 * 2 * 2 * 3 * (1 + 1 / 2 + 2 + 2)
-ALL_COMBINATIONS = int(_COMMON * (_FAST + _SIMPLE))
+# Synchronization modes, without clipping, resumption, recomputation and other optimizers than SGD, in two dtypes: four
+# with dp=2, which has two starts and two kinds of shares, and one on a single rank.
+_MODES = 2**4 * (4 * 2 * 2 * 2 * 2 + 2 * 2)
+ALL_COMBINATIONS = int(_COMMON * (_FAST + _SIMPLE)) + _MODES
 COVERED = "the rows that run contain every pair of their values"
 BAD = PASSING_ROW | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
 
@@ -78,20 +81,21 @@ def assert_rows_are_ok(server, cases):
 
 
 @pytest.mark.deadline(1800)  # a hundred rows in one test
-@pytest.mark.parametrize("world", [1, 2, *exhaustive(3)])
+@pytest.mark.parametrize("world", [1, *exhaustive(2, 3)])
 def test_every_row_equals_one_process(server, world):
     assert_rows_are_ok(server, cases_of(world))
 
 
-def test_every_layout_and_switch_of_three_ranks_equals_one_process(server):
-    """Each value once; the quick suite takes their pairs from two ranks, and `make test-all` those of three too."""
+@pytest.mark.parametrize("world, fewest_cases, fewest_layouts", [(2, 10, 3), (3, 14, 5)])
+def test_every_layout_and_switch_equals_one_process(server, world, fewest_cases, fewest_layouts):
+    """Each value once; all pairs of switch values on one rank are in `make test`, on more ranks in `make test-all`."""
     seen, cases = set(), []
-    for case in cases_of(3):
+    for case in cases_of(world):
         values = {(field.name, getattr(case, field.name)) for field in dataclasses.fields(case)}
         if values - seen:
             cases.append(case)
         seen |= values
-    assert len(cases) > 14 and len({case.mesh_layout for case in cases}) > 5
+    assert len(cases) > fewest_cases and len({case.mesh_layout for case in cases}) > fewest_layouts
     assert_rows_are_ok(server, cases)
 
 
@@ -105,6 +109,22 @@ def test_every_mesh_of_four_ranks_equals_one_process(server):
     assert len(cases) > 14
     for _, row in run(server, cases):
         assert row["ok"], row
+
+
+def test_the_synchronization_modes_are_compared_by_their_parameters(server):
+    """Each mode has rows where it equals one process; a mode that does not is found, and what is not compared said."""
+    cases = [case for world in (1, 2) for case in cases_of(world) if case.has_own_gradients]
+    assert {case.gradients for case in cases} == {"local", "diloco", "gossip", "stale", "asynchronous"}
+    assert all(set(case.tolerance) == {"param"} for case in cases)
+    wrong = next(case for case in cases if case.gradients == "diloco")
+    [(_, row)] = run(server, [wrong], prepare=halve_diloco)
+    assert not row["ok"] and "param" in row["first_wrong"] and row["loss_diff"] is None
+    assert " - " in format_result_row(row)[0]
+
+
+def halve_diloco():
+    """Another outer learning rate on the ranks, which no longer gives the mean of the replicas."""
+    MODES["diloco"] = dataclasses.replace(MODES["diloco"], outer_lr=0.5)
 
 
 def test_tolerances_are_pinned():

@@ -116,7 +116,7 @@ def test_a_stage_that_waits_for_itself_is_reported():
         ),
         (
             "F0 F0.1 B0.1 B0 \n F0 F0.1 B0.1",
-            "stage 1 never runs B0 (the schedule is one of 1 micro-batches in 2 chunks)",
+            "stage 1 never runs B0 (the schedule is one of 1 micro-batch in 2 chunks)",
         ),
     ],
 )
@@ -126,7 +126,7 @@ def test_missing_and_repeated_operations_are_named(text, message):
 
 def test_an_operation_of_no_micro_batch_is_refused():
     made = Schedule("by hand", 1, [[Action("F", 0), Action("B", 0), Action("F", 1)]])
-    with pytest.raises(UserError, match="stage 0 has F1, but the schedule is one of 1 micro-batches, counted from 0"):
+    with pytest.raises(UserError, match="stage 0 has F1, but the schedule is one of 1 micro-batch, counted from 0"):
         check_schedule(made)
     for order in ("F0 B0 X0", "F0 X0", "X0 B0"):
         with pytest.raises(UserError, match="stage 0 has X0"):

@@ -14,8 +14,8 @@ from minidist.train.checkpoint_state import copy_first_replica
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
 from tests.helpers.small_run import DEADLINE_S, read_checkpoint, read_metrics, train_small, with_changes
 
-# `make test` runs six of these tests: the first one, and `QUICK`. What the ranks agree on is tested without processes
-# in test_membership.
+# `make test` runs seven of these tests: the first one, that of a step which rank 0 has not recorded, and `QUICK`. What
+# the ranks agree on is tested without processes in test_membership.
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.
@@ -130,6 +130,13 @@ def test_every_layout_survives(server, undisturbed, tmp_path, layout, script):
     check_equals_undisturbed(undisturbed, config)
 
 
+def test_a_step_that_rank_0_has_not_recorded_when_it_dies_is_recorded_by_the_others(server, tmp_path):
+    """Although they have completed it, with their own part of the report."""
+    config = recovery_config(tmp_path / "run", memory_every=0)
+    run_script(server, config, Script((Kill(0, 4, "row"),)), ranks=2)
+    assert [row["step"] for row in read_metrics(config.folder) if "loss" in row] == list(range(1, 9))
+
+
 @pytest.mark.exhaustive
 def test_float32_differs_by_roundings_only(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", optim__lr=0.1)
@@ -210,8 +217,9 @@ def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
 MODES = {
     "central": {"consistency__mode": "central"},
     "local": {"consistency__mode": "local", "consistency__h": 4},
-    "diloco": {"consistency__mode": "diloco", "consistency__h": 4},
+    "diloco": {"consistency__mode": "diloco", "consistency__h": 4, "consistency__outer_momentum": 0.9},
     "gossip": {"consistency__mode": "gossip", "consistency__h": 2},
+    "diloco in int8": {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"},
     "diloco, zero 1 inside": {"consistency__mode": "diloco", "consistency__h": 4, "zero__stage": 1}
     | {"consistency__replicas": 2},
 }
@@ -243,9 +251,10 @@ def test_fewer_replicas_go_on_and_a_new_one_begins_as_replica_0(server, tmp_path
 
 
 def test_a_new_replica_gets_what_replicas_have_of_their_own():
-    kinds = ["params", "optimizer.exp_avg", "merge", "buffers", "outer.velocity", "replica-1.params"]
+    kinds = ["params", "optimizer.exp_avg", "quantization_error", "merge", "buffers", "outer.velocity"]
+    kinds.append("replica-1.params")
     shards = [TensorShard(f"{kind}/tokens", (2,), Box.whole((2,)), torch.ones(2)) for kind in kinds]
     copies = list(copy_first_replica(shards, range(2, 4)))
-    names = [f"replica-{i}.{kind}/tokens" for kind in kinds[:3] for i in (2, 3)]
+    names = [f"replica-{i}.{kind}/tokens" for kind in kinds[:4] for i in (2, 3)]
     assert [copy.name for copy in copies] == names
     assert all(copy.tensor is shards[0].tensor for copy in copies[:2])

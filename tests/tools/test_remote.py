@@ -144,5 +144,5 @@ def test_wrong_urls_and_missing_packages_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="without --folder"):
         fetch_newer_checkpoint(config)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(UserError, match=r"Install 'minidist\[remote\]', and the driver"):
+    with pytest.raises(UserError, match=r"run pip install -e '.\[remote\]'; also install the file system's driver"):
         RemoteFolder("memory://a")

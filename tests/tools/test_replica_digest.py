@@ -13,7 +13,7 @@ from minidist.config import CheckpointConfig, FaultConfig, MeshConfig, OptimConf
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.tools.chaos.injector import flip_bit_of_first_element
-from minidist.tools.config_warnings import validate_options
+from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.tools.replica_check import ReplicaCheckObserver, replicated_tensors
 from minidist.tools.replica_digest import ReplicaCheck, ReplicatedTensor, compute_digests
 from minidist.train.observer import Observer
@@ -161,6 +161,32 @@ LAYOUTS = {
 }
 
 
+# Replicas that train separately, as (ranks, options).
+SEPARATE = {
+    "local": (3, {"consistency__mode": "local", "consistency__h": 2}),
+    "diloco": (3, {"consistency__mode": "diloco", "consistency__h": 2}),
+    "int8": (3, {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"}),
+    "fragments": (
+        3,
+        {
+            "consistency__mode": "diloco",
+            "consistency__h": 2,
+            "consistency__fragments": 2,
+            "model__num_layers": 2,
+        },
+    ),
+    "zero 1 inside": (
+        4,
+        {"consistency__mode": "diloco", "consistency__h": 2, "consistency__replicas": 2, "zero__stage": 1},
+    ),
+    "bf16, tp inside": (
+        4,
+        {"consistency__mode": "local", "consistency__h": 2, "mesh__tp": 2, "precision__policy": "bf16"},
+    ),
+    "gossip": (4, {"consistency__mode": "gossip", "consistency__h": 2, "consistency__replicas": 2}),
+}
+
+
 def layout_config(folder, text, changes, **more):
     return small_config(
         folder,
@@ -176,9 +202,9 @@ def layout_config(folder, text, changes, **more):
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS | SEPARATE)
 def test_a_run_without_faults_finds_no_difference_in_any_layout(ranks, tmp_path, name):
-    size, changes = LAYOUTS[name]
+    size, changes = (LAYOUTS | SEPARATE)[name]
     summaries = ranks(train_small, size, layout_config(tmp_path / "run", write_text(tmp_path), changes))
     assert [summary["step"] for summary in summaries] == [4] * size
     assert any(summary["held_out_loss"] > 0 for summary in summaries)
@@ -204,10 +230,10 @@ class Flip(Observer):
         self.notes.append(line)
 
 
-def train_with_a_flip(world, config, kind, wrong, step):
+def train_with_a_flip(world, config, kind, wrong, step, flip_kind=Flip):
     """Train with that flip; return the tensor's name, the notes, the error, and the replicas and digests at the end."""
     torch.set_num_threads(1)
-    flip, error = Flip(kind, wrong, step), None
+    flip, error = flip_kind(kind, wrong, step), None
     with contextlib.closing(Trainer(world, config, [flip, ReplicaCheckObserver()])) as trainer:
         try:
             trainer.run(Stop())
@@ -264,6 +290,63 @@ def test_replicas_are_compared_before_every_checkpoint(ranks, tmp_path):
     results = ranks(train_with_a_flip, 3, config, "params/", 1, 2)
     assert all(result[2].startswith("step 3: rank 1 not equal") for result in results)
     assert not any((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+class FlipAtMerge(Flip):
+    """The flip happens on one rank after the merge of a step, before any observer behind this one sees the step."""
+
+    def before_step(self, trainer):
+        pass
+
+    def on_step(self, trainer, result):
+        super().before_step(trainer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "every", "found_at"),
+    [
+        ("diloco", "outer.start", 3, 3),  # between two merges
+        ("diloco", "outer.velocity", 2, 2),
+        ("local", "params", 100, 4),  # before the checkpoint at the end, which follows a merge
+        ("fragments", "params/model.layers.0", 1, 2),
+        ("zero 1 inside", "outer.start", 1, 2),
+        ("bf16, tp inside", "masters", 1, 2),
+    ],
+)
+def test_a_replica_that_a_merge_leaves_different_is_found(ranks, tmp_path, layout, kind, every, found_at):
+    size, changes = SEPARATE[layout]
+    config = layout_config(tmp_path / "run", write_text(tmp_path), changes, fault__digest_every=every)
+    step = 4 if every == 100 else 2
+    results = ranks(train_with_a_flip, size, config, kind, size - 1, step, FlipAtMerge)
+    for name, _, error, _ in results:
+        assert name.startswith(kind) and error.startswith(f"step {found_at}: rank"), error
+        assert name in error or " more" in error
+
+
+def test_a_check_between_merges_is_made_up_for_after_the_next_merge(ranks, tmp_path):
+    """A merge every 2 steps and a check every 3: the parameters of step 4 are compared, not those of step 3."""
+    changes = {"consistency__mode": "local", "consistency__h": 2, "train__steps": 8, "fault__digest_every": 3}
+    config = layout_config(tmp_path / "run", write_text(tmp_path), changes)
+    results = ranks(train_with_a_flip, 3, config, "params", 2, 4, FlipAtMerge)
+    assert all(error.startswith("step 4: rank 2 not equal") for _, _, error, _ in results)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("asynchronous", "each rank has the parameters of its own last pull, .* no two ranks hold tensors that must"),
+        ("gossip", "the replicas differ until the last step, and each of them has one rank here, .* Leave --fault.di"),
+    ],
+)
+def test_a_check_without_anything_to_compare_is_refused(mode, message):
+    config = small_config(None, None, consistency__mode=mode, fault__digest_every=1)
+    config = with_changes(config, consistency__h=2) if mode == "gossip" else config
+    with pytest.raises(UserError, match=message):
+        validate_options(config, 2)
+    if mode == "gossip":
+        config = with_changes(config, consistency__replicas=2)
+        [warning] = find_warnings(config, validate_options(config, 4))
+        assert warning.startswith("fault.digest-every 1 compares the ranks inside each of the 2 replicas")
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):

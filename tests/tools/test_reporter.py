@@ -1,5 +1,6 @@
 """The output of a run: log lines, the live view and the picture."""
 
+import contextlib
 import io
 import math
 import time
@@ -8,13 +9,16 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from minidist.comm import World
 from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.console.lines import PlainView, format_final_losses, format_metrics
 from minidist.tools.console.live import LiveView, sparkline
 from minidist.tools.console.loss_plot import draw_loss, place_baseline_labels
 from minidist.tools.console.metrics import mfu
+from minidist.tools.console.reporter import RunReporter
 from minidist.tools.console.sample_text import decode_printable
 from minidist.train.agree import StepResult
+from tests.helpers.small_run import make_trainer, small_config, write_text
 
 ROW = {
     "step": 20,
@@ -148,3 +152,14 @@ def test_labels_of_lines_close_together_do_not_overlap():
 def test_mfu_is_the_model_s_operations_over_the_peak():
     assert mfu(6e9, 1000.0, 2, 30e12) == pytest.approx(0.1)
     assert math.isclose(mfu(6e9, 1000.0, 4, 30e12), 0.05)
+
+
+def test_the_header_says_which_files_of_the_data_are_left_out(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    write_text(tmp_path / "texts")
+    (tmp_path / "texts" / "latin1.txt").write_bytes("Grüße".encode("latin-1"))
+    with contextlib.closing(
+        make_trainer(World.single(), small_config(tmp_path / "run", tmp_path / "texts"))
+    ) as trainer:
+        RunReporter().on_start(trainer)
+    assert "1 of 2 files are left out: 1 not UTF-8 text, first latin1.txt (byte 2 is 0xfc)" in capsys.readouterr().out

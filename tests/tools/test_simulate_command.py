@@ -96,7 +96,7 @@ def test_a_picture_is_written(capsys, tmp_path, suffix):
         ("--t-comm nan", "t-comm is nan"),
         ("--file nowhere.txt", "--file nowhere.txt cannot be read: No such file"),
         ("--file dead.txt", "stage 1 waits at F1 (action 2 of 4) for stage 0's F1 (action 3). Put B0 before F1"),
-        ("--file leak.txt", "stage 1 never runs B0 (the schedule is one of 1 micro-batches): the activation of F0 is"),
+        ("--file leak.txt", "stage 1 never runs B0 (the schedule is one of 1 micro-batch): the activation of F0 is"),
         ("--file leak.txt --stages 2", "--file leak.txt already determines --stages: leave --stages out"),
         ("--file .", "--file . cannot be read: Is a directory"),
         ("--file bytes.bin", "--file bytes.bin cannot be read: it is not a text file"),

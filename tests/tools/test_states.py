@@ -147,7 +147,9 @@ def test_without_json_it_is_a_table(capsys):
 
 
 def test_offloaded_states_are_said_to_be_elsewhere(capsys):
-    assert "host memory" in estimated(capsys, "--parameters 10 --zero.stage 1 --zero.offload")["notes"][-1]
+    assert (
+        "host memory" in estimated(capsys, "--parameters 10 --zero.stage 1 --zero.offload --device cuda")["notes"][-1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from minidist.comm import Meter
-from minidist.tools.console.straggler import find_straggler
+from minidist.tools.console.straggler import StragglerDetector, find_straggler
 from minidist.tools.launch.run import make_observers_and_meter
 from minidist.train.trainer import Trainer
 from tests.helpers.small_run import Stop, read_metrics, small_config, write_text
@@ -23,9 +23,36 @@ from tests.helpers.small_run import Stop, read_metrics, small_config, write_text
     ],
 )
 def test_the_straggler_waits_least_and_by_a_margin(waited_s, expected):
-    found = find_straggler(waited_s, 1.0, 0.25)
+    steps = [[seconds] * 5 for seconds in waited_s]
+    found = find_straggler(steps, 1.0, 0.25)
     assert found == (expected and pytest.approx(expected))
-    assert find_straggler(waited_s, 1.0, 0.0) is None
+    assert find_straggler(steps, 1.0, 0.0) is None
+    assert find_straggler([seconds[:4] for seconds in steps], 1.0, 0.25) is None
+
+
+def test_an_excess_that_varies_must_be_significant():
+    """Both means are 0.36 of a step; two standard errors are 0.05 and 0.21."""
+    steady, chance = [0.3, 0.4, 0.3, 0.4, 0.4], [0.1, 0.7, 0.3, 0.5, 0.2]
+    assert sum(steady) == pytest.approx(sum(chance))
+    assert find_straggler([[0.0] * 5, steady], 1.0, 0.25) == (0, pytest.approx(0.36))
+    assert find_straggler([[0.0] * 5, chance], 1.0, 0.25) is None
+
+
+def test_a_straggler_is_named_once_it_has_cost_a_second_without_a_break():
+    """By 9 ms in each step of 30 ms, as on a busy machine: 0.09 s in ten steps."""
+
+    def add(rank, excess_s, times=1):
+        waited_s = [[0.0] * 10 if other == rank else [excess_s] * 10 for other in range(2)]
+        return [detector.add_steps(waited_s, 0.03) for _ in range(times)]
+
+    detector = StragglerDetector(0.25)
+    assert add(1, 0.009, 11) == [None] * 11
+    assert add(1, 0.009) == [(1, pytest.approx(0.009))]
+    assert add(0, 0.009) == [None], "another rank begins anew"
+    assert add(1, 0.009) == [None]
+    assert add(1, 0.1) == [(1, pytest.approx(0.1))]
+    assert add(1, 0.001) == [None]
+    assert add(1, 0.009) == [None]
 
 
 class VirtualMeter(Meter):

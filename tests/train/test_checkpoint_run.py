@@ -1,11 +1,16 @@
 """Checkpoints of a run: saved in the background or not, when the disk is full, and which of them are kept."""
 
+import contextlib
+
 import pytest
 
-from minidist.comm import World
+from minidist.comm import World, barrier
 from minidist.errors import RunError
 from minidist.fault import checkpoint
-from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text
+from minidist.fault.folders import complete_checkpoints
+from minidist.train.observer import Observer
+from minidist.train.trainer import Trainer
+from tests.helpers.small_run import Stop, read_curve, small_config, train_small, with_changes, write_text
 
 
 @pytest.fixture
@@ -63,3 +68,57 @@ def test_a_resumed_run_prunes_the_checkpoints_of_the_one_before(config, tmp_path
     (tmp_path / "run" / "checkpoints" / "step-00000005.partial").mkdir()  # a save that was killed
     train_small(World.single(), with_changes(config, train__steps=6))
     assert names_in(tmp_path / "run") == ["step-00000003", "step-00000005", "step-00000006"]
+
+
+class CheckpointsAfterEachStep(Observer):
+    """Observer that lets no rank begin a step before all ranks have written the files of the save in flight.
+
+    complete: by step, the steps of the complete checkpoints when the step has been made. reported: those that
+    `on_checkpoint` was called with.
+    """
+
+    def __init__(self):
+        self.complete, self.reported = {}, []
+
+    def before_step(self, trainer):
+        if trainer.saver.is_saving:
+            trainer.saver._save.file.result()
+        barrier(trainer.control)
+
+    def on_step(self, trainer, result):
+        self.complete[trainer.progress.step] = list(complete_checkpoints(trainer.saver.root))
+
+    def on_checkpoint(self, path):
+        self.reported.append(path.name)
+
+
+def watch_checkpoints(world, config):
+    observer = CheckpointsAfterEachStep()
+    with contextlib.closing(Trainer(world, config, [observer])) as trainer:
+        trainer.run(Stop())
+    return observer.complete, observer.reported
+
+
+MODES = ("synchronous", "local", "diloco", "gossip", "asynchronous", "stale")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_written_checkpoint_is_complete_a_step_later(ranks, config, tmp_path, mode):
+    """Also if the ranks meet only at the end of the run, as replicas do that are merged every six steps."""
+    config = with_changes(config, consistency__mode=mode, train__log_every=6, checkpoint__every=4)
+    if config.consistency.merges_replicas:
+        config = with_changes(config, consistency__h=6)
+    (complete, reported), (_, reported_elsewhere) = ranks(watch_checkpoints, 2, config)
+    assert complete == {1: [], 2: [], 3: [], 4: [], 5: [4], 6: [4]}
+    assert reported == reported_elsewhere == ["step-00000004", "step-00000006"]
+    for name in names_in(tmp_path / "run"):
+        assert len(list((tmp_path / "run" / "checkpoints" / name).iterdir())) <= 3  # two ranks' files and the index
+
+
+def test_an_unfinished_checkpoint_is_mentioned_at_the_next_start(config, tmp_path, capsys):
+    train_small(World.single(), config, stop_after=3)
+    (tmp_path / "run" / "checkpoints" / "step-00000004.partial").mkdir()  # a save that was killed
+    capsys.readouterr()
+    train_small(World.single(), config)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "because a run ended while it saved or deleted a checkpoint: step-00000004.partial. It is not used" in output

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minidist.config import Config, to_toml
+from minidist.config import Config, option_fields, to_toml
+from minidist.config_text import parse_config_text
 from minidist.errors import UserError
-from minidist.tools.config_file import parse_config_text, read_config_file
+from minidist.tools.config_file import read_config_file, suggest_in_toml
 from minidist.validation import validate
 from tests.helpers.small_run import with_changes
 
@@ -53,7 +54,7 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (
             2,
             {"data__shares": (1.0,)},
-            r"data.shares is 1.0 \(1 numbers\); it needs one number per",
+            r"data.shares is 1.0 \(1 number\); it needs one number per",
         ),
         (2, {"data__weights": (1.0, -1.0)}, r"data.weights is 1.0 -1.0 .* none of them below 0"),
         (2, {"data__weights": (0.0, 0.0)}, r"at least one above 0"),
@@ -82,7 +83,7 @@ def test_a_configuration_round_trips_through_toml(path):
 
 def test_every_field_is_written():
     text = to_toml(Config())
-    for section in dataclasses.fields(Config):
+    for section in option_fields(Config):
         value = getattr(Config(), section.name)
         if not dataclasses.is_dataclass(value):
             assert re.search(rf"^{section.name} = ", text, re.MULTILINE)
@@ -110,17 +111,24 @@ def test_a_file_changes_only_what_it_names():
         ("[train]\nsteps = true", "train.steps is True, true or false; it must be a whole number"),
         ("[train]\nsteps = 2024-01-01", "a date; it must be a whole number"),
         ("[optim]\nlr = []", r"optim.lr is \[\], a list; it must be a number"),
-        ("[optim]\nbetas = [0.9]", "optim.betas has 1 values; it must have 2"),
+        ("[optim]\nbetas = [0.9]", "optim.betas has 1 value; it must have 2"),
         ("[optim]\nkind = 'adam'", "optim.kind is 'adam'; did you mean adamw\\? possible: adamw, sgd"),
         ("[data]\npath = 3", "data.path is 3, a whole number; it must be a text"),
         ("[data]\nshares = 3", "data.shares is 3, a whole number; it must be a list of numbers"),
-        ("train = 3", r"train is a section, not a value: write \[train\]"),
+        ("train = 3", r"train is a section, not a value: write \[train\] and its fields below$"),
+        ("zero = 1", r"zero is a section, .* fields below; did you mean zero.stage\?"),
+        ("rank = 2", r"there is no option rank; did you mean ranks\?"),
+        ("zzz = 2", r"there is no option zzz; possible: ranks, model, data"),
+        ("lr = 1.0", r"there is no option lr; did you mean optim.lr\?"),
+        ("bf16 = true", r'there is no option bf16; did you mean precision.policy = "bf16"\?'),
+        ("[train]\nbatch_size = 4", r"there is no option train.batch_size; did you mean train.global_batch\?"),
+        ("[optim]\nwarmup = 4", r"there is no option optim.warmup; did you mean optim.warmup_steps\?"),
         ("[train", "f.toml is not a TOML file"),
     ],
 )
 def test_a_wrong_file_is_reported_by_key_and_type(text, message):
     with pytest.raises(UserError, match=message):
-        parse_config_text(text, "f.toml")
+        parse_config_text(text, "f.toml", suggest_option=suggest_in_toml)
 
 
 def test_a_file_that_cannot_be_read_is_reported(tmp_path):

@@ -10,7 +10,7 @@ from minidist.config import OptimConfig
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parameters import named_parameters, replicated_specs
-from minidist.train.optimizer import ALIGNED, make_optimizer, set_learning_rate
+from minidist.train.optimizer import make_optimizer, set_learning_rate
 
 MODEL = ModelConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
@@ -21,6 +21,7 @@ KINDS = [
     OptimConfig(kind="sgd", lr=0.01, weight_decay=0.1, momentum=0.9),
 ]
 IDS = ["adamw", "sgd", "momentum"]
+ALIGNED = 64  # elements of at least 4 bytes: a multiple of the vector length of all of torch's CPU kernels
 
 
 def random_values(n, seed, dtype=torch.float32):

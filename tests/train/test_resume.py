@@ -1,5 +1,6 @@
 """A resumed run equals the uninterrupted run: parameters, moments, learning rates, dropout masks and data."""
 
+import contextlib
 import json
 import re
 
@@ -7,13 +8,19 @@ import pytest
 import torch
 
 from minidist.comm import World
-from minidist.config import OptimConfig, PrecisionConfig
+from minidist.config import CheckpointConfig, Config, OptimConfig, PrecisionConfig, TrainConfig
 from minidist.errors import UserError
+from minidist.fault.shards import shard_key
+from minidist.tools.cli import parse_train_options
 from minidist.tools.config_warnings import describe_learning_rate_jump
 from minidist.tools.console import metrics_file
-from minidist.tools.launch.resume import read_resumed_config
+from minidist.tools.console.sample_command import SampleOptions, sample
 from minidist.tools.launch.run_folder_guard import open_checked_run_folder
+from minidist.train.checkpoint_state import checkpoint_shards
+from minidist.train.resume import inherit_options, read_resumed_config
+from minidist.train.trainer import Trainer, train
 from tests.helpers.small_run import (
+    Stop,
     read_checkpoint,
     read_curve,
     read_metrics,
@@ -134,7 +141,7 @@ def test_a_resumed_run_writes_to_its_run_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__hidden_size": 32}, r"does not fit this run:\n.* has shape \(\d+,.*\) in the checkpoint, \(\d+"),
+        ({"model__hidden_size": 32}, "was trained with --model.hidden-size 16, this run has 32"),
         ({"optim__kind": "adamw"}, "was trained with --optim.kind sgd, this run has adamw"),
         ({"train__seed": 2}, "was trained with --train.seed 1234, this run has 2"),
         ({"data__min_length": 3}, "was trained with --data.min-length none, this run has 3"),
@@ -148,6 +155,94 @@ def test_a_run_that_cannot_resume_raises_the_reason_on_all_ranks(server, tmp_pat
     with pytest.raises(UserError) as caught:
         server.run(train_small, 2, options, deadline_s=60)
     assert re.search(message, str(caught.value))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The configuration of a run of three steps, with checkpoints of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"train__steps": 3, "checkpoint__every": 2, "optim": OptimConfig(warmup_steps=2), "optim__lr": 0.01}
+    config = small_config(folder / "run", write_text(folder), **changes)
+    train_small(World.single(), config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "was", "now"),
+    [
+        ({"model__num_heads": 4, "model__num_kv_heads": 2}, "--model.num-heads 2 --model.num-kv-heads 1", "4, 2"),
+        ({"model__norm_eps": 1e-3}, "--model.norm-eps 1e-05", "0.001"),
+        ({"model__rope_theta": 500.0}, "--model.rope-theta 10000.0", "500.0"),
+        ({"model__tie_embeddings": False}, "--model.tie-embeddings true", "false"),
+    ],
+)
+def test_another_model_is_refused_even_if_its_tensors_have_the_same_shapes(run, changes, was, now):
+    again = with_resume(run, run.folder, train__steps=9, **changes)
+    with pytest.raises(UserError, match=f"was trained with {was}, this run has {now}: it would.* Give {was}, or start"):
+        Trainer(World.single(), again)
+
+
+def test_each_other_option_that_changes_the_run_is_noted_with_both_values(run, tmp_path, capsys):
+    changes = {"optim__betas": (0.8, 0.9), "train__global_batch": 6, "data__weights": (2.0,), "train__log_every": 2}
+    again = with_resume(run, run.folder, folder=tmp_path / "again", train__steps=4, **changes)
+    capsys.readouterr()
+    train_small(World.single(), again)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "until step" in line]
+    assert lines == [
+        "--data.weights is 2.0; it was none until step 3",
+        "--optim.betas is 0.8 0.9; it was 0.9 0.95 until step 3",
+        "--train.steps is 4; it was 3 until step 3",
+        "--train.global-batch is 6; it was 12 until step 3",
+    ]
+
+
+def test_a_resume_in_python_takes_the_options_of_the_run_as_the_command_does(run, tmp_path):
+    """All options that are not given: the model, too."""
+    how = CheckpointConfig(resume=run.folder / "checkpoints" / "step-00000002")
+    config = Config(folder=tmp_path / "again", train=TrainConfig(steps=4), checkpoint=how)
+    options = ("--folder", str(config.folder), "--train.steps", "4", "--checkpoint.resume", str(how.resume))
+    resumed = inherit_options(config)
+    assert resumed == parse_train_options(list(options))[0] == inherit_options(resumed)
+    assert resumed.model == run.model and resumed.optim == run.optim and resumed.train.steps == 4
+    assert train(World.single(), config)["step"] == 4
+    default = with_changes(config, checkpoint__inherit=False)
+    assert parse_train_options([*options, "--checkpoint.no-inherit"])[0] == inherit_options(default) == default
+    with pytest.raises(UserError, match="--model.hidden-size 16 .* this run has 128"):
+        Trainer(World.single(), with_changes(default, data__path=run.data.path))
+
+
+STOCHASTIC = PrecisionConfig("bf16", master="stochastic")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (PrecisionConfig("fp64"), PrecisionConfig("fp32")),
+        (PrecisionConfig("fp64"), STOCHASTIC),
+        (STOCHASTIC, PrecisionConfig("fp32")),
+        (STOCHASTIC, PrecisionConfig("fp64")),
+        (PrecisionConfig("fp16"), PrecisionConfig("fp64")),
+    ],
+    ids=lambda precision: precision.master or precision.policy,
+)
+def test_a_checkpoint_of_any_precision_is_sampled_and_resumed_in_any_other_that_is_asked_for(
+    run, tmp_path, capsys, before, after
+):
+    """Each tensor is rounded once to the dtype of the resumed run."""
+    config = with_changes(run, folder=tmp_path / "run", precision=before)
+    train_small(World.single(), config)
+    assert len(sample(SampleOptions(tmp_path / "run", tokens=3))) >= 4
+    again = with_resume(config, tmp_path / "run", folder=tmp_path / "again", precision=after, train__steps=4)
+    saved, loaded = read_checkpoint(tmp_path / "run", 3), {}
+    with contextlib.closing(Trainer(World.single(), again)) as trainer:
+        for shard in checkpoint_shards(trainer.engine):
+            loaded[shard_key(shard)] = shard.tensor.detach().clone()
+        trainer.run(Stop())
+    assert loaded.keys() == saved.keys() and any(saved[name].dtype != tensor.dtype for name, tensor in loaded.items())
+    assert all(torch.equal(tensor, saved[name].to(tensor.dtype)) for name, tensor in loaded.items())
+    if before.master is None:  # asked for by no option, the dtypes are those of the checkpoint
+        options = ["--checkpoint.resume", str(tmp_path / "run"), "--train.steps", "4"]
+        assert parse_train_options(options)[0].precision == before
 
 
 ZERO = {"optim": OptimConfig(warmup_steps=3), "train__steps": 6}

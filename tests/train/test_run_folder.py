@@ -188,6 +188,7 @@ LONG = (
 )
 
 
+@pytest.mark.exhaustive  # test_elastic has a restart under torchrun in the quick suite
 def test_torchrun_restarts_a_run_in_its_folder_from_its_newest_checkpoint(tmp_path):
     train = ("train", *LONG, "--data.path", write_text(tmp_path))
     with Command(*train, module=TORCHRUN, folder=tmp_path) as command:

@@ -52,6 +52,13 @@ def test_ranks_with_other_options_are_refused_by_name_and_value(ranks, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_may_have_given_the_same_options_in_another_way(ranks, tmp_path):
+    """On the command line, in a file, in another order, or not at all where it is the default."""
+    config = small_config(tmp_path / "run", write_text(tmp_path))
+    given = with_changes(config, given=frozenset({"train.seed", "optim.lr"}))
+    assert ranks(refusal, 2, [config, given]) == [None, None]
+
+
 def test_ranks_with_other_source_are_refused_by_the_file(ranks, tmp_path):
     package = tmp_path / "minidist"
     shutil.copytree(Path(minidist.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -41,7 +41,7 @@ def test_a_stop_request_on_one_rank_ends_all_ranks_after_that_step(ranks, tmp_pa
     assert (tmp_path / "run" / "loss.png").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_ranks_saves_and_ends_them(server, tmp_path, number):
     config = small_config(tmp_path / "run", write_text(tmp_path), checkpoint__every=0, train__steps=1_000_000)
     job = server.start(train_and_report, 2, (config,), deadline_s=60)

@@ -45,7 +45,7 @@ from tests.helpers.small_run import with_changes
         ),
         (2, {"mesh__pp": 2, "parallel__chunks": 2}, r"1f1b needs 1 chunk per stage, but chunks is 2: leave it out"),
         (2, {"optim__muon_steps": 0}, r"optim.muon-steps is 0; it must be from 1 to 20: change --optim.muon-steps\.$"),
-        (2, {"optim__muon_momentum": 1.5}, r"optim.muon-momentum is 1.5; it must be from 0 to 1: change"),
+        (2, {"optim__muon_momentum": 1.5}, r"optim.muon-momentum is 1.5; it must be 0 or more and below 1: change"),
         (2, {"optim__muon_lr_ratio": 0.0}, r"optim.muon-lr-ratio is 0.0; it must be above 0: change"),
         (
             4,
@@ -85,7 +85,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"engine": "simple", "zero__stage": 2, "zero__keep_gradients": True},
-            r"engine is simple, which cannot run zero.keep-gradients true: give --no-zero.keep-gradients, or",
+            r"engine is simple, which cannot run zero.keep-gradients true: give --zero.no-keep-gradients, or",
         ),
         (
             2,
@@ -95,7 +95,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"engine": "simple", "zero__stage": 3, "fault__live_recovery": True},
-            r"engine is simple, .* fault.live-recovery true with zero.stage 3: give --no-fault.live-recovery, or",
+            r"engine is simple, .* fault.live-recovery true with zero.stage 3: give --fault.no-live-recovery, or",
         ),
         (
             2,

@@ -2,9 +2,10 @@
 
     ALGORITHMS["all_reduce"]["ring"](tensor, group, "mean")
 
-Each function takes the arguments of the operation of that name in `collectives` and is synchronous; `DeferredAllReduce`
-gives an all-reduce the asynchronous form that gradients need. Every transfer goes through `collectives`, so the meter
-counts it. They run on any backend, number of ranks, number of elements and dtype.
+Each function takes the arguments of the operation of that name in `collectives` and is synchronous; a reduce, which is
+not there, takes (tensor, dst, group, op). Reductions can also take a "mean". `DeferredAllReduce` gives an all-reduce
+the asynchronous form that gradients need. Every transfer goes through `collectives`, so the meter counts it. They run
+on any backend, number of ranks, number of elements and dtype.
 
 Read `primitives`, then `root` (flat and tree), `direct`, `ring`, `halving`; `deferred` last.
 """

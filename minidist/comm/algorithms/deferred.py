@@ -32,7 +32,8 @@ class DeferredAllReduce:
 class DeferredHandle:
     """The handle of one all-reduce that `DeferredAllReduce` has deferred.
 
-    run: runs the all-reduce of `tensor`. pending: the group's handles whose all-reduce has not run, in launch order.
+    run: runs the all-reduce of `tensor`. pending: the handles of the `DeferredAllReduce` whose
+    all-reduce has not run, in launch order.
     """
 
     def __init__(self, run: Callable[[], None], tensor: Tensor, pending: "deque[DeferredHandle]"):

@@ -29,7 +29,10 @@ def fold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group, op: 
 
 
 def unfold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group) -> None:
-    """Collective: copy each active rank's `buffer` (n,) to the rank folded into it. Inverse of `fold_extra_ranks`."""
+    """Collective: send each folded rank the result of its active partner, whose `buffer` (n,) overwrites its own.
+
+    It ends what `fold_extra_ranks` began and does not undo it: folded ranks get results, not their inputs.
+    """
     if active.is_folded(group.rank):
         exchange(group, recv=[(buffer, group.rank - 1)])
     elif (folded := active.folded_partner(group.rank)) is not None:

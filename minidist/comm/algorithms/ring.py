@@ -79,8 +79,8 @@ def hierarchical_all_reduce(tensor: Tensor, intra_node: Group, inter_node: Group
     """Collective: all-reduce `tensor` (any shape) in place over all ranks of all nodes, for slow links between nodes.
 
     Reduce-scatter inside each node, all-reduce of the shards across nodes, all-gather inside each node. Across nodes a
-    rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, an m-th of what a ring over all ranks sends.
-    Mikami et al. 2018 (2D-torus all-reduce).
+    rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, at most an m-th of what a ring over all ranks
+    sends. Mikami et al. 2018 (2D-torus all-reduce).
 
     intra_node: the group of this node's ranks. inter_node: the group of one rank per node, those with this rank's index
     on their node. All nodes have equally many ranks.

@@ -1,4 +1,6 @@
-"""Data parallelism: replicas of the model, and the gradient reducer that averages their gradients.
+"""Data parallelism: replicas of the model, and the gradient reducer that sums their gradients.
+
+The sum is the gradient of one process, since each loss was divided by the token count of the global batch.
 
 Public: the functions of `replicate` (equal replicas, the reducer of a configuration), `reducer.GradientReducer` and the
 reducers of `simple`. Read in this order: `reducer`, `simple`, `replicate`, `buckets`.

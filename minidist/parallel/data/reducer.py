@@ -1,9 +1,9 @@
 """The gradient reducer: where gradients are accumulated and summed over the replicas, and what the optimizer updates.
 
-The code that computes a gradient calls `add(name, grad)`, and `mark_ready(name)` once all gradients of that parameter
-have been accumulated. Autograd hooks are one such caller (`register_gradient_hooks`); a pipeline that computes weight
-gradients by itself is another. Nothing else touches `.grad`: after `finish_reductions()` it holds the sum over all
-replicas, or None for a parameter that no rank used, and `clear_gradients()` sets it to None again.
+The code that computes a gradient calls `accumulate(name, grad)`, and `mark_ready(name)` once all gradients of that
+parameter have been accumulated. Autograd hooks are one such caller (`register_gradient_hooks`); a pipeline that
+computes weight gradients by itself is another. Nothing else touches `.grad`: after `finish_reductions()` it holds the
+sum over all replicas, or None for a parameter that no rank used, and `clear_gradients()` sets it to None again.
 
 The sum over the replicas is not divided: each loss was already divided by the number of tokens of the global batch
 (`minidist.train.loss`), so the sum is the gradient of one process.
@@ -58,7 +58,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def mark_ready(self, name: str) -> None:
-        """Declare that all gradients of parameter `name` have been added, so that its reduction may start."""
+        """Declare that all gradients of parameter `name` have been accumulated, so that its reduction may start."""
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
         """Collective, when the backward of a micro-batch is over: in ZeRO-2 and ZeRO-3, reduce its gradients.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
+from minidist.labels import IGNORE_INDEX
 from minidist.models.layers import Attention, Rotary, apply_rotary
 from minidist.parallel.tensor.split import ParamShard
-from minidist.parallel.tensor.vocabulary import IGNORE_INDEX
 from minidist.parameters import Box, named_parameters
 from minidist.validation import validate_tensor_parallel
 
@@ -70,7 +70,7 @@ def shard(module: nn.Module, dim: int, group: Group, num_shards: int | None = No
 
 
 class TensorParallelMLP(nn.Module):
-    """The feed-forward layer `mlp`, `down(silu(gate(x)) * up(x))`, with its inner features sharded over the ranks."""
+    """The feed-forward layer `mlp`, `down_proj(silu(gate_proj(x)) * up_proj(x))`, with its inner features sharded."""
 
     def __init__(self, mlp: nn.Module, region: TensorParallelRegion):
         super().__init__()

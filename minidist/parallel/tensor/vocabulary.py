@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
+from minidist.labels import IGNORE_INDEX
 from minidist.parallel.tensor.operators import Operator
 
 
@@ -26,9 +27,6 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self._leave(rows.masked_fill(elsewhere[..., None], 0))
-
-
-IGNORE_INDEX = -100  # as in torch: a label with this value does not count
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,7 +66,7 @@ class VocabParallelLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Collective: return the sum of the token losses, and their number, both the same on all ranks.
 
-        logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
+        logits: (b, s, n), this rank's shard. labels: (b, s) int64; IGNORE_INDEX does not count.
         """
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)

@@ -73,7 +73,10 @@ class FaultInjector(Observer):
         if (fault.kind, fault.phase) == ("nan", "backward"):
             self._poison_backward(engine.parameters)
         else:
-            execute_fault(fault, engine.reducer.checkpoint_tensors, engine.reducer.gradients)
+            # Where a server has the masters, the other ranks have parameters only.
+            execute_fault(
+                fault, lambda: engine.reducer.checkpoint_tensors() or engine.parameters, engine.reducer.gradients
+            )
 
     def _poison_backward(self, parameters: dict[str, Any]) -> None:
         """Make the gradient of a parameter NaN as soon as the backward that begins here has computed it."""

@@ -149,7 +149,7 @@ class TrialRunner:
         resumed = make_config(trial.resumed_layout, self._text, run)
         if run != folder and newest:
             resumed = dataclasses.replace(
-                resumed, checkpoint=dataclasses.replace(resumed.checkpoint, resume=checkpoints[newest])
+                resumed, checkpoint=dataclasses.replace(resumed.checkpoint, resume=checkpoints[newest], inherit=False)
             )
         job = self._server.start(_train_rank, trial.resumed_layout.num_ranks, (resumed,), deadline_s=_DEADLINE_S)
         summary = job.wait().values[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.config import Config
+from minidist.errors import format_count
 from minidist.tools.consistency.comparison_options import ConsistencyOptions, resolve_options
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def _describe_comparison(options: ConsistencyOptions, config: Config) -> list[st
     text = data.path or data.source
     slow = f", slow {' '.join(options.slow)}" if options.slow else ""
     return [
-        f"{options.ranks} ranks, {config.model.num_parameters():,} parameters, {text}: {train.steps} steps of "
+        f"{format_count(options.ranks, 'rank')}, {config.model.num_parameters():,} parameters, {text}: "
+        f"{format_count(train.steps, 'step')} of "
         f"{train.global_batch} x {data.seq_len} tokens, seeds {train.seed} to "
         f"{train.seed + options.seeds - 1}",
         f"virtual clock: a step computes for {options.step_s:g} s{slow}; links of {options.link_mbit:g} Mbit/s",

@@ -71,9 +71,7 @@ def measure_mode(
         if mode.on_virtual_clock:
             _measure_virtual_run(measurement, config, durations, server)
             config = _with_consistency(config, **mode.live_changes)
-        config = dataclasses.replace(config, folder=folder / "run")
-        records = server.run(train_and_record, ranks, (config,)).values
-        shutil.rmtree(config.folder)
+        records = run_on_live_ranks(config, ranks, server, folder)
         steps_s += [record["step_s"] for record in records]
         waits_s += [record["waited_s"] for record in records]
         if not mode.on_virtual_clock:
@@ -85,6 +83,14 @@ def measure_mode(
         measurement.expected_bytes = modelled_sent_bytes(mode.config, ranks)
         measurement.phases = simulate_phases(mode.config, durations, bytes_per_s)
     return measurement
+
+
+def run_on_live_ranks(config: Config, ranks: int, server: RankServer, folder: Path) -> list[dict]:
+    """Train once; return what `train_and_record` returns, by rank. folder: for the run, which is then deleted."""
+    config = dataclasses.replace(config, folder=folder / "run")
+    records = server.run(train_and_record, ranks, (config,)).values
+    shutil.rmtree(config.folder)
+    return records
 
 
 def _measure_virtual_run(measurement: Measurement, config: Config, durations: Durations, server: RankServer) -> None:

@@ -73,8 +73,8 @@ class ConsistencyOptions:
     """Steps between two merges of local, diloco and gossip: a row for each value; consistency.h when not given."""
     exchange: tuple[Literal["full", "int8"], ...] | None = None
     """How diloco sends the averaged difference: a row for each value; consistency.exchange when not given."""
-    bound: tuple[int, ...] = (2,)
-    """Staleness bounds of stale: a row for each value."""
+    bound: tuple[int, ...] | None = None
+    """Staleness bounds of stale: a row for each value; 2 when not given."""
     slow: tuple[str, ...] = ()
     """Slow ranks of the virtual clock, each as RANK:FACTOR: 3:2 doubles the duration of each step of rank 3."""
     step_s: float = 0.1
@@ -121,7 +121,7 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
     _check_numbers(options)
     _check_unsupported(options)
     config = options.run
-    if config.data.path is not None and config.data.source == _small_config().data.source:
+    if config.data.path is not None and "data.source" not in config.given:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=Config().data.source))
     if options.steps is not None:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=options.steps))
@@ -135,7 +135,7 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
                 title = f"{name} h={h}" + " int8" * (exchange == "int8")
                 modes.append(Mode(title, dataclasses.replace(own, consistency=how)))
         elif name == "stale":
-            modes += [Mode(f"stale s={bound}", own, bound, on_virtual_clock=True) for bound in options.bound]
+            modes += [Mode(f"stale s={bound}", own, bound, on_virtual_clock=True) for bound in options.bound or (2,)]
         else:
             modes.append(Mode(name, own, on_virtual_clock=name == "asynchronous"))
     for mode in modes:
@@ -159,6 +159,7 @@ def _config_of(name: str, config: Config) -> Config:
     return dataclasses.replace(
         config,
         consistency=consistency,
+        given=frozenset(option for option in config.given if not option.startswith("consistency.")),
         device="cpu",
         train=dataclasses.replace(config.train, eval_every=0, sample_tokens=0),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, background=False),
@@ -176,12 +177,12 @@ def _check_numbers(options: ConsistencyOptions) -> None:
         raise UserError(f"--spread is {options.spread}; it must be 0 or more and below 1.")
     if not options.modes:
         raise UserError(f"--modes is empty: give some of {' '.join(MODES)}.")
-    if options.bound != (2,) and "stale" not in options.modes:
+    if options.bound and "stale" not in options.modes:
         raise UserError(
             f"--bound {' '.join(map(str, options.bound))} has no effect: it is for stale, and --modes is "
             f"{' '.join(options.modes)}. Add stale to --modes, or leave --bound out."
         )
-    if not options.bound or min(options.bound) < 0:
+    if options.bound is not None and min(options.bound, default=-1) < 0:
         raise UserError(f"--bound is {' '.join(map(str, options.bound))}: give staleness bounds of 0 or more.")
     for path, name, endings in ((options.plot, "plot", PICTURES), (options.json, "json", ())):
         if path is not None and not path.absolute().parent.is_dir():
@@ -195,12 +196,14 @@ def _check_unsupported(options: ConsistencyOptions) -> None:
     for why, names in _UNSUPPORTED.items():
         for name in names.split():
             read = attrgetter(name)
-            if (value := read(config)) != read(default):
+            given = name == "consistency.mode" and name in config.given
+            if (value := read(config)) != read(default) or given:
                 instead = "give --modes instead" if name == "consistency.mode" else "leave it out"
                 raise UserError(f"--{name.replace('_', '-')} {value}: in a comparison {why}; {instead}.")
     used = {field for name in options.modes for field in _USED.get(name, ())}
     for name in ("server", "outer_lr", "outer_momentum", "reset_moments", "h", "exchange"):
-        given = getattr(config.consistency, name) != getattr(_small_config().consistency, name)
+        given = f"consistency.{name.replace('_', '-')}" in config.given
+        given |= getattr(config.consistency, name) != getattr(_small_config().consistency, name)
         given |= getattr(options, name, None) is not None
         if given and name not in used:
             users = " ".join(mode for mode, fields in _USED.items() if name in fields)

@@ -11,11 +11,11 @@ Point = tuple[float, float]
 
 
 def plot_staleness(workers: Sequence[int], staleness: Sequence[int], draw: bool = True) -> list[tuple[int, int, int]]:
-    """Plot, for each update, how old the parameters of its gradient were; return (worker, from, update) of each.
+    """Plot, for each update, how old the parameters of its gradient were; return a tuple of each.
 
     workers: the worker of each update, in order. staleness: for each update, the number of other updates between the
-    worker's pull and its push. A line leads from the pull, after `from` updates, to the push, which makes update number
-    `update` (the first is 1).
+    worker's pull and its push. A tuple is (worker, number of updates before its pull, number of the update, from 1). A
+    line leads from the pull to the push, which makes the update.
     Raises UserError when there is no update, or not one staleness for each.
     """
     if not workers or len(workers) != len(staleness):

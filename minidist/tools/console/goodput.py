@@ -13,7 +13,7 @@ reporting          logging, metrics and the sample of text
 skipped steps      steps without an update
 lost steps         steps after the checkpoint from which the run was resumed, which had to be taken again
 between attempts   from the last row of an attempt to the begin of the next: steps that no row reports, the detection
-                   of the failure, and the restart
+                   of the failure, and the restart; not after the end of a complete run that is resumed for more steps
 live recovery      from the last row before ranks died or arrived until the others go on with another number of ranks:
                    the interrupted step, the detection, new process groups, and the state from the memory of the ranks
 """
@@ -32,13 +32,15 @@ class TimeAccounts:
 
     The module's docstring lists the causes (accounts). Rank 0 keeps this object. clock: returns the Unix time in
     seconds. seconds: by account. charged_until_s: the Unix time up to which all time is charged. step: the number of
-    completed steps, which the caller sets.
+    completed steps, which the caller sets. is_closed: set by the caller if the run is complete, so that no more time is
+    charged.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self.seconds: Counter[str] = Counter()
         self.step = 0
+        self.is_closed = False
         self.charged_until_s = clock()
 
     def charge(self, account: str, until_s: float | None = None) -> None:
@@ -46,6 +48,8 @@ class TimeAccounts:
 
         until_s: the Unix time up to which to charge; None for now.
         """
+        if self.is_closed:
+            return
         until_s = self._clock() if until_s is None else until_s
         self.seconds[account] += until_s - self.charged_until_s
         self.charged_until_s = until_s
@@ -81,11 +85,15 @@ class TimeAccounts:
         self.seconds.update(last["lost"])
         self.seconds[USEFUL] = kept
         self.seconds["lost steps"] += last["useful_s"] - kept
-        self.seconds[gap_account] += self.charged_until_s - last["at"]
+        if not is_end_of_complete_run(rows):
+            self.seconds[gap_account] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return the entries for a metrics.jsonl row: "goodput", a fraction, and "time", the seconds of each
-        account."""
+        """Return the entries for a metrics.jsonl row: the goodput and the accounts, which `continue_from` reads.
+
+        "goodput": a fraction. "time": a dict with "at", the Unix time in seconds up to which time is charged; "step",
+        the number of completed steps; "useful_s", the useful seconds; and "lost", the seconds of each other account.
+        """
         lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
         useful_s = self.seconds[USEFUL]
         return {
@@ -100,6 +108,11 @@ class TimeAccounts:
         useful_s = self.seconds[USEFUL]
         line = f"goodput {100 * self.goodput:.0f} %: {useful_s:.1f} s of useful steps in {self.wall_s:.1f} s"
         return f"{line}; lost: {', '.join(parts)}" if parts else line
+
+
+def is_end_of_complete_run(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the rows of metrics.jsonl end with a run that was trained and evaluated to its last step."""
+    return bool(rows) and rows[-1].get("complete") is True
 
 
 def has_valid_accounts(row: dict[str, Any]) -> bool:

@@ -20,9 +20,12 @@ class PlainView:
         here."""
         self.print_note(format_metrics(row))
 
-    def show_held_out_loss(self, step: int, loss: float) -> None:
-        """Print the loss on held-out text after step `step`, in nats per token."""
-        self.print_note(f"step {step:>6}  held-out loss {loss:.4f}")
+    def show_held_out_loss(self, step: int, loss: float, num_models: int = 1) -> None:
+        """Print the loss on held-out text after step `step`, in nats per token.
+
+        num_models: the number of different replicas over which it is a mean.
+        """
+        self.print_note(f"step {step:>6}  held-out loss {loss:.4f}{describe_models(num_models)}")
 
     def show_sample(self, prompt: str, continuation: str) -> None:
         """Print a prompt and the text with which the model continues it."""
@@ -68,6 +71,11 @@ def format_grad_norm(row: dict) -> str:
     if row["grad_norm"] is None:
         return "not finite" if row.get("skipped") else f"overflow at scale {row['loss_scale'] * 2:g}"
     return f"{row['grad_norm']:.3f}"
+
+
+def describe_models(num_models: int) -> str:
+    """Return what a held-out loss is a mean of, to follow its value; "" for one model."""
+    return "" if num_models == 1 else f", the mean of {num_models} replicas that differ, each on its part of the text"
 
 
 def format_final_losses(held_out_loss: float, baselines: dict[str, float]) -> str:

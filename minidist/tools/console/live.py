@@ -9,7 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.fault.signals import StopSignalRecorder
-from minidist.tools.console.lines import MB, PlainView, format_final_losses, format_grad_norm, format_loss
+from minidist.tools.console.lines import (
+    MB,
+    PlainView,
+    describe_models,
+    format_final_losses,
+    format_grad_norm,
+    format_loss,
+)
 from minidist.train.agree import StepResult
 
 _LANE_WIDTH = 24
@@ -64,7 +71,7 @@ class LiveView(PlainView):
         self._losses: list[float] = []
         self._row: dict | None = None
         self._lanes: list[dict] = []
-        self._held_out: tuple[int, float] | None = None
+        self._held_out: tuple[int, float, int] | None = None
         self._live = RichLive(self._draw(), console=self.console, refresh_per_second=4)
         self._live.start()
 
@@ -80,9 +87,12 @@ class LiveView(PlainView):
         self._row, self._lanes = row, ranks
         self._live.update(self._draw())
 
-    def show_held_out_loss(self, step: int, loss: float) -> None:
-        """Update the displayed loss on held-out text, in nats per token, measured after step `step`."""
-        self._held_out = (step, loss)
+    def show_held_out_loss(self, step: int, loss: float, num_models: int = 1) -> None:
+        """Update the displayed loss on held-out text, in nats per token, measured after step `step`.
+
+        num_models: the number of different replicas over which it is a mean.
+        """
+        self._held_out = (step, loss, num_models)
         self._live.update(self._draw())
 
     def show_sample(self, prompt: str, continuation: str) -> None:
@@ -125,7 +135,8 @@ class LiveView(PlainView):
             return table
         table.add_row("loss", format_loss(row), sparkline(self._losses, 40))
         if self._held_out:
-            table.add_row("held-out loss", f"{self._held_out[1]:.4f}", f"after step {self._held_out[0]}")
+            step, loss, num_models = self._held_out
+            table.add_row("held-out loss", f"{loss:.4f}", f"after step {step}{describe_models(num_models)}")
         table.add_row("gradient norm", format_grad_norm(row), f"learning rate {row['lr']:.2e}")
         table.add_row("tokens/s", f"{row['tokens_per_s']:,.0f}", f"mfu {row['mfu']:.1%}" if "mfu" in row else "")
         return table

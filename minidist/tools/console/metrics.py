@@ -13,7 +13,7 @@ import torch
 
 from minidist.learning_rate import learning_rate
 from minidist.precision.policy import TORCH_NAMES, resolve_policy
-from minidist.tools.console.straggler import MIN_STEPS, find_straggler
+from minidist.tools.console.straggler import StragglerDetector
 from minidist.tools.estimate.flops import flops_per_token
 from minidist.train.agree import StepResult
 from minidist.train.trainer import Trainer
@@ -86,7 +86,9 @@ class StepMetrics:
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._peak_memory = PeakMemory(trainer.world.device)
-        self._steps, self._seconds, self._sent, self._waited_s = 0, 0.0, 0, 0.0
+        self._steps, self._seconds, self._sent = 0, 0.0, 0
+        self._waited_s: list[float] = []  # in each step since the last row
+        self._stragglers = StragglerDetector(trainer.config.train.straggler_threshold)
 
     @contextlib.contextmanager
     def measure_step(self) -> Iterator[None]:
@@ -95,15 +97,15 @@ class StepMetrics:
         before, waited_s = meter.total_wire_bytes, meter.waited_s
         yield
         self._sent = meter.total_wire_bytes - before
-        self._waited_s += meter.waited_s - waited_s
+        self._waited_s.append(meter.waited_s - waited_s)
 
     def add_step(self, result: StepResult) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """Collective: add the step just done; if a row of metrics is due, return it and each rank's metrics, else None.
 
         A row is due every `train.log_every` steps, and after the first and the last. Its step time (seconds), memory
         (peak bytes) and comm_bytes (sent by one rank in the last step) are the largest values of all ranks. Step time
-        and waited time are means over the steps since the last row. The second result is a list of dicts, by rank:
-        step_time_s, comm_bytes, memory and waited_s. With asynchronous workers both are of this rank alone.
+        is a mean over the steps since the last row. The second result is a list of dicts, by rank: step_time_s,
+        comm_bytes, memory and waited_s (a list, by step). With asynchronous workers both are of this rank alone.
         """
         trainer, step = self._trainer, self._trainer.progress.step
         config, train, scaler = trainer.config, trainer.config.train, trainer.engine.scaler
@@ -115,9 +117,8 @@ class StepMetrics:
             "comm_bytes": self._sent,
             "memory": self._peak_memory.read_and_reset(),
         }
-        steps, waited_s = self._steps, self._waited_s / self._steps
-        self._steps, self._seconds, self._waited_s = 0, 0.0, 0.0
-        mine_and_wait = mine | {"waited_s": waited_s}
+        mine_and_wait = mine | {"waited_s": self._waited_s}
+        self._steps, self._seconds, self._waited_s = 0, 0.0, []
         # Asynchronous workers must not wait for each other here: the row is that of this rank.
         asynchronous = config.consistency.is_asynchronous
         ranks = [mine_and_wait] if asynchronous else trainer.all_gather_object(mine_and_wait)
@@ -131,9 +132,8 @@ class StepMetrics:
             row |= {"skipped": not result.is_finite and not result.overflowed}
             row |= {"skipped_steps": trainer.skipped_steps.total}
         row |= {name: max(rank[name] for rank in ranks) for name in mine}
-        waits_s = [rank["waited_s"] for rank in ranks]
-        straggler = find_straggler(waits_s, row["step_time_s"], train.straggler_threshold)
-        if straggler and steps >= MIN_STEPS:
+        straggler = self._stragglers.add_steps([rank["waited_s"] for rank in ranks], row["step_time_s"])
+        if straggler:
             row["straggler"] = straggler._asdict()
         row["tokens_per_s"] = train.global_batch * config.data.seq_len / row["step_time_s"]
         if peak := peak_flops(trainer.world.device, TORCH_NAMES[resolve_policy(config.precision).compute]):

@@ -1,43 +1,80 @@
 """metrics.jsonl and config.toml in the run folder, written by rank 0."""
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minidist.config import Config, to_toml
-from minidist.errors import RunError
-from minidist.tools.console.goodput import has_valid_accounts
+from minidist.tools.console.goodput import has_valid_accounts, is_end_of_complete_run
 from minidist.tools.output_files import write_atomically
-from minidist.train.run_folder import describe_last_checkpoint
 
 
 class MetricsFile:
     """Writes metrics.jsonl of a run: one JSON object (a row) per line, appended and flushed; also config.toml.
 
     It writes {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log
-    step, {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that
-    resumes at step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later
-    ones. Lines that are no rows of this trainer stay in the file as they are.
+    step, {"step": 100, "held_out_loss": ...} per evaluation (with "held_out_models", the number of replicas, if these
+    differed and the loss is their mean), {"saved_step": 100, ...} per checkpoint. A run that resumes at step `start`
+    keeps the rows up to that step, from this folder or the folder `source`, and drops later ones. Lines that are no
+    rows of this trainer stay in the file as they are. Nothing is written if the run of this folder is complete,
+    so that there is nothing to do.
     rows: the rows of the file. earlier_rows: all rows that the previous attempt has left, also those that are dropped.
-    Raises RunError if the file cannot be read or the folder is not writable.
+    is_complete: whether the run had been trained and evaluated to its last step before.
+    note_failed_write: called with a file that cannot be read or written and the error. Rows that a full disk has
+    refused are written with the next row for which there is space.
     """
 
-    def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
-        self.path = folder / "metrics.jsonl"
-        with convert_write_errors(folder):
-            lines = _read_lines((source or folder) / self.path.name)
-            kept = [(line, row) for line, row in lines if row is None or (start and _is_kept(row, start))]
-            write_atomically(self.path, b"".join(line + b"\n" for line, _ in kept))
-            write_atomically(folder / "config.toml", to_toml(config))
-        self.earlier_rows = [row for _, row in lines if row is not None]
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        start: int,
+        source: Path | None,
+        note_failed_write: Callable[[str, OSError], None],
+    ):
+        self.path, self._note_failed_write = folder / "metrics.jsonl", note_failed_write
+        self._is_readable, self._has_all_lines = True, False  # whether the file has all of `_lines`
+        found: list[tuple[bytes, dict | None]] = []
+        try:
+            found = _read_lines((source or folder) / self.path.name)
+        except OSError as error:
+            self._is_readable = False
+            note_failed_write(str(self.path), error)
+        self.earlier_rows = [row for _, row in found if row is not None]
+        is_own = source is None or source.resolve() == folder.resolve()
+        self.is_complete = is_own and start == config.train.steps and is_end_of_complete_run(self.earlier_rows)
+        kept = [(line, row) for line, row in found if row is None or (start and _is_kept(row, start))]
+        self._lines = [line for line, _ in kept]
         self.rows = [row for _, row in kept if row is not None]
+        if self.is_complete:
+            return
+        self._write_lines(self._lines)
+        try:
+            write_atomically(folder / "config.toml", to_toml(config))
+        except OSError as error:
+            note_failed_write(str(folder / "config.toml"), error)
 
     def write_row(self, row: dict) -> None:
-        """Append `row` to the file as a line of JSON. Raises RunError if the file cannot be written."""
+        """Append `row` to the file as a line of JSON, unless the run was complete before."""
+        if self.is_complete:
+            return
+        line = json.dumps(row).encode()
         self.rows.append(row)
-        with convert_write_errors(self.path.parent), self.path.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        self._lines.append(line)
+        self._write_lines([line])
+
+    def _write_lines(self, new_lines: Sequence[bytes]) -> None:
+        """Append these lines, or replace the file if it lacks earlier ones, too; but never one that was unreadable."""
+        try:
+            if self._has_all_lines or not self._is_readable:
+                with self.path.open("ab") as stream:
+                    stream.write(b"".join(line + b"\n" for line in new_lines))
+            else:
+                write_atomically(self.path, b"".join(line + b"\n" for line in self._lines))
+            self._has_all_lines = True
+        except OSError as error:
+            self._has_all_lines = False
+            self._note_failed_write(str(self.path), error)
 
 
 def _is_kept(row: dict, start: int) -> bool:
@@ -76,14 +113,3 @@ def _parse_row(line: bytes) -> dict | None:
     valid = steps and all(isinstance(step, int) for step in steps) and ("step" in row or not losses)
     valid = valid and all(isinstance(loss, int | float) for loss in losses) and has_valid_accounts(row)
     return row if valid else None
-
-
-@contextlib.contextmanager
-def convert_write_errors(folder: Path) -> Iterator[None]:
-    """Return a context manager that turns an OSError into a RunError: "the run folder `folder` cannot be written"."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"the run folder {folder} cannot be written: {error.strerror or error}. {describe_last_checkpoint(folder)}"
-        ) from error

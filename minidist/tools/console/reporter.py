@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from minidist.errors import format_count
 from minidist.fault.checkpoint import read_index
 from minidist.fault.folders import parse_step
-from minidist.tools.config_file import parse_checkpoint_config
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
 from minidist.tools.console.entropy import entropy_rate
 from minidist.tools.console.goodput import USEFUL, TimeAccounts
 from minidist.tools.console.lines import PlainView
 from minidist.tools.console.loss_plot import draw_loss
 from minidist.tools.console.metrics import StepMetrics
-from minidist.tools.console.metrics_file import MetricsFile, convert_write_errors
+from minidist.tools.console.metrics_file import MetricsFile
 from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
+from minidist.train.resume import parse_checkpoint_config
 from minidist.train.run_folder import find_run_folder
 from minidist.train.trainer import Trainer, without_run_options
 
@@ -48,12 +49,15 @@ class RunReporter(Observer):
         """On rank 0: open metrics.jsonl and the display, and print the warnings about the run's configuration."""
         self._metrics, step = StepMetrics(trainer), trainer.progress.step
         if trainer.world.rank == 0:
+            self._view = _create_view(trainer)
             self._file = open_metrics_file(trainer)
             starting, gap = "resuming" if step else "starting", "between attempts"
             if _is_after_recovery(trainer):
                 starting = gap = "live recovery"
             self._accounts.continue_from(self._file.earlier_rows, step, gap)
-            self._view = _create_view(trainer)
+            self._accounts.is_closed = self._file.is_complete
+            if self._file.is_complete:
+                self._view.print_note(f"the run in {trainer.folder} is complete: its records stay as they are")
             for warning in _find_run_warnings(trainer):
                 self._view.print_note(warning)
             self._accounts.charge(starting)
@@ -75,14 +79,16 @@ class RunReporter(Observer):
         """Collective: if a row of metrics is due after this step, collect it from all ranks; rank 0 prints and writes
         it."""
         step, accounts = trainer.progress.step, self._accounts
-        accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
+        # Where ranks decide on their own steps, one without samples leaves its step to the others.
+        is_idle = trainer.engine.control is not trainer.control and result.num_tokens == 0
+        accounts.charge(USEFUL if result.update_successful or is_idle else "skipped steps", self._step_end_s)
         accounts.charge("saving")
         accounts.step, every = step, trainer.config.checkpoint.every
         if every and step % every == 0:
             self._useful_s[step] = accounts.seconds[USEFUL]
+        due = self._metrics.add_step(result)  # all ranks call it
         if self._view:
             self._view.show_step(step, result)
-        due = self._metrics.add_step(result)  # all ranks call it
         if self._view and due:
             self._view.show_metrics(*due)
             self._note_straggler(due[0].get("straggler"))
@@ -97,12 +103,13 @@ class RunReporter(Observer):
             self._view.print_note(f"rank {rank} is a straggler: the others wait {excess_ms:.0f} ms per step for it")
         self._straggler = rank
 
-    def on_evaluation(self, step: int, loss: float) -> None:
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
         """On rank 0, display the held-out loss, in nats per token, and write it to metrics.jsonl."""
         self._accounts.charge("evaluation")
         if self._view:
-            self._view.show_held_out_loss(step, loss)
-            self._file.write_row({"step": step, "held_out_loss": loss} | self._accounts.as_row())
+            self._view.show_held_out_loss(step, loss, num_models)
+            models = {"held_out_models": num_models} if num_models > 1 else {}
+            self._file.write_row({"step": step, "held_out_loss": loss} | models | self._accounts.as_row())
         self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:
@@ -141,15 +148,19 @@ class RunReporter(Observer):
         if trainer.config.data.path is None and trainer.config.data.source == "synthetic":
             baselines["best possible"] = entropy_rate()
         self._accounts.charge("reporting")
-        row = {"end": summary["step"], "staleness": staleness} if staleness else {"end": summary["step"]}
+        row = {"end": summary["step"], "complete": not stopped} | ({"staleness": staleness} if staleness else {})
         self._file.write_row(row | self._accounts.as_row())
         summary["goodput"] = self._accounts.goodput
         self._view.close()
         self._view.print_note(self._accounts.describe())
         if staleness:
             self._view.print_note(_describe_staleness(staleness))
-        with convert_write_errors(trainer.folder):
-            draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
+        if not self._file.is_complete:
+            picture = trainer.folder / "loss.png"
+            try:
+                draw_loss(self._file.rows, baselines, picture)
+            except OSError as error:
+                trainer.note_failed_write(str(picture), error)
         if stopped:
             step, last = summary["step"], trainer.config.train.steps
             then = f"go on with --checkpoint.resume {trainer.folder}"
@@ -188,7 +199,13 @@ def _describe_staleness(counts: dict[int, int]) -> str:
 def open_metrics_file(trainer: Trainer) -> MetricsFile:
     """Open metrics.jsonl in the run folder; a resumed run keeps the rows up to the step from which it resumes."""
     step, source = trainer.reported_steps, trainer.resumed_from
-    return MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
+    return MetricsFile(
+        trainer.folder,
+        without_run_options(trainer.config),
+        step,
+        source and find_run_folder(source),
+        trainer.note_failed_write,
+    )
 
 
 def make_start_row(trainer: Trainer) -> dict[str, Any]:
@@ -220,14 +237,15 @@ def _create_view(trainer: Trainer) -> PlainView:
     After a live recovery the display continues in the same output, so the lines that describe the run are not repeated.
     """
     world, config, step = trainer.world, trainer.config, trainer.progress.step
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
+    ranks = f"{format_count(world.size, 'rank')} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
     train = config.train
     header = [
         f"{ranks}{backend}, {trainer.mesh}; model of {config.model.num_parameters():,} parameters",
         trainer.corpus.describe(),
-        f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
-        f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; "
+        *([trainer.corpus.left_out] if trainer.corpus.left_out else []),
+        f"{format_count(train.steps, 'step')} of {format_count(train.global_batch, 'sample')} x {config.data.seq_len} "
+        f"tokens, {format_count(train.micro_batches, 'micro-batch', 'micro-batches')} per rank; "
         f"run folder {trainer.folder}",
     ]
     if step:

@@ -13,17 +13,17 @@ from minidist.fault import checkpoint
 from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
-from minidist.tools.config_file import parse_checkpoint_config
 from minidist.tools.console.generate import generate
 from minidist.tools.console.next_token_logits import next_token_logits
 from minidist.train.checkpoint_state import PARAMETERS
 from minidist.train.engine import Engine
+from minidist.train.resume import parse_checkpoint_config
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:
-    """Load the full, unsharded model of a checkpoint on the CPU; return it and the configuration of its run.
+    """Load the unsharded model of a checkpoint on the CPU, in float32; return it and the configuration of its run.
 
-    path: the folder of the checkpoint. Raises UserError if the checkpoint is damaged.
+    path: the folder of the checkpoint, of any precision. Raises UserError if the checkpoint is damaged.
     """
     config = parse_checkpoint_config(checkpoint.read_index(path))
     model = Transformer(config.model)
@@ -31,7 +31,7 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
         pieces.append(TensorShard(f"{PARAMETERS}/{name}", shape, Box.whole(shape), parameter.detach()))
-    checkpoint.load_checkpoint(path, pieces, prefix=PARAMETERS + "/")
+    checkpoint.load_checkpoint(path, pieces, cast=True, prefix=PARAMETERS + "/")
     return model, config
 
 

@@ -14,6 +14,7 @@ from minidist.tools.estimate.failures import checkpoint_intervals_json, print_ch
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.parameter_count import OFFLOAD_NOTE
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.command import timeline_json
 from minidist.tools.simulate.draw import WIDTH
@@ -174,6 +175,8 @@ def _list_estimate_notes(result: Estimate) -> list[str]:
         f"HFU adds recomputation: {_RECOMPUTED[config.recompute]}.",
     ]
     lines += find_warnings(config, layout.mesh)
+    if config.zero.offload:
+        lines.append(OFFLOAD_NOTE)
     if any(cost.shared_segment_bytes for cost in result.ranks):
         lines.append(
             "shared memory: a rank's part of the segments through which the ranks of one machine communicate (backend "
@@ -185,7 +188,8 @@ def _list_estimate_notes(result: Estimate) -> list[str]:
             "peak memory; 0 with --checkpoint.no-background."
         )
     if config.consistency.mode == "diloco":
-        lines.append("diloco: the states contain the parameters at the last merge, and the outer momentum.")
+        errors = ", and what int8 numbers have left out" * config.consistency.quantizes
+        lines.append(f"diloco: the states contain the parameters at the last merge, and the outer momentum{errors}.")
     if config.consistency.mode == "central":
         lines.append("central: the memory is that of the server; the other ranks have no optimizer states.")
     if config.consistency.is_asynchronous:

@@ -22,7 +22,8 @@ from minidist.tools.simulate.draw import WIDTH
 _RECOMPUTED = {"none": "", "selective": "core", "block": "layer"}
 _NOTES = (
     "The block is that of Megatron's GPT (arXiv 2205.05198): hidden size, heads, layers and vocabulary come from "
-    "--model; its feed-forward layer has 4 h features, every query head has its own key-value head, and dropout is on.",
+    "the --model options; its feed-forward layer has 4 h features, every query head has its own key-value head, and "
+    "dropout is on.",
     "layer_saved_bytes: the tensors that one layer saves for backward on each tensor-parallel rank, in 16 bits, for "
     "the largest micro-batch. Model states, messages and the bubble are estimated for the package's own model only "
     "(--block llama).",

@@ -18,6 +18,7 @@ from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.draw import WIDTH
 from minidist.validation import validate_numbers, validate_shard_group
 
+OFFLOAD_NOTE = "zero.offload: on CUDA, masters and optimizer states are in host memory; the figures include them."
 _NOTE = (
     "The model states are those before an update, without the optimizer's step counters (four bytes per parameter "
     "tensor). Activations, bytes sent and FLOPs depend on the shape of the model: leave --parameters out and give "
@@ -127,5 +128,4 @@ def _print_parameter_count(result: _ParameterCountEstimate, config: Config) -> N
 
 
 def _notes(config: Config) -> list[str]:
-    on_host = "zero.offload: on CUDA, masters and moments are in host memory."
-    return [_NOTE, on_host] if config.zero.offload else [_NOTE]
+    return [_NOTE, OFFLOAD_NOTE] if config.zero.offload else [_NOTE]

@@ -119,7 +119,9 @@ def local_model_states(
         reports = 0 if layout.config.comm.gradients == "naive" else len(parameters)
         numel, element_bytes = sum(owned.values()), PRECISION_BYTES[policy.parameter]
         without_moments = states.ModelStates(numel * element_bytes, (numel + reports) * element_bytes, 0, 0)
-    moment_bytes = sum(owned.values()) * states.outer_bytes_per_element(layout.config.consistency, policy)
+    consistency, owned_numel = layout.config.consistency, sum(owned.values())
+    moment_bytes = owned_numel * states.outer_bytes_per_element(consistency, policy)
+    moment_bytes += owned_numel * states.error_bytes_per_element(consistency, policy)
     for name, numel in owned.items():
         moments = states.moments_per_element(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
         step_counter = PRECISION_BYTES["fp32"] if moments == 2 else 0

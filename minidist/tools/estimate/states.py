@@ -72,6 +72,15 @@ def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...
     return (stage,)
 
 
+def replica_tp_coords(layout: Layout, parameter: LocalParameter, rank: int) -> range:
+    """Return the tp coordinates of the ranks that hold the same elements of a parameter as `rank` does."""
+    own, size, heads = layout.mesh.coords(rank)["tp"], layout.mesh.tp, layout.config.model.num_kv_heads
+    if parameter.dimensions == 1:
+        return range(size)
+    replicas = max(1, size // heads) if parameter.tp_sum_rule == "kv_head_replicas" else 1
+    return range(own // replicas * replicas, own // replicas * replicas + replicas)
+
+
 def count_parameter_tensors(model: ModelConfig) -> int:
     """Return the number of parameter tensors of the whole model; an embedding tied to the head counts once."""
     head = HEAD_PARAMETERS[: 1 if model.tie_embeddings else 2]
@@ -95,7 +104,7 @@ class ModelStates:
     """Bytes of the model states on one rank.
 
     masters: master weights, 0 where the optimizer updates the parameters themselves. moments: the optimizer states,
-    with DiLoCo's outer state.
+    with DiLoCo's outer state and quantization errors.
     """
 
     parameters: int
@@ -134,6 +143,11 @@ def outer_bytes_per_element(consistency: ConsistencyConfig, policy: Policy) -> i
     The outer state is the parameters at the last merge and the outer momentum, both in at least float32.
     """
     return 2 * master_bytes_when_merged(policy) if consistency.mode == "diloco" else 0
+
+
+def error_bytes_per_element(consistency: ConsistencyConfig, policy: Policy) -> int:
+    """Return the bytes of the quantization error per element of the masters; 0 unless replicas quantize."""
+    return master_bytes_when_merged(policy) if consistency.quantizes else 0
 
 
 def master_bytes_when_merged(policy: Policy) -> int:

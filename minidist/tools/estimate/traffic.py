@@ -11,13 +11,14 @@ from functools import cache
 from minidist.comm.group_specs import CONTROL
 from minidist.comm.wire_bytes import int8_chunk_bytes, sent_elements
 from minidist.precision.policy import PRECISION_BYTES
-from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix
+from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix, ranks_with, replica_dp_coords
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
 from minidist.tools.estimate.saved_tensors import HIDDEN, SHARDED_HIDDEN, TOKENS
 from minidist.tools.estimate.shapes import Dimensions
 from minidist.tools.estimate.shards import LocalFlatParam, Operation
+from minidist.tools.estimate.states import LocalParameter
 from minidist.tools.network.algorithm_bytes import sent_elements_by_algorithm
 from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_owners
 
@@ -85,20 +86,16 @@ class Traffic:
         how, policy = self.layout.config.consistency, self.layout.policy
         if not how.merges_replicas:
             return Counter()
-        sizes = {p.name: p.numel for p in states.local_parameters(self.layout, self.layout.mesh.coords(rank)["pp"])}
-        if flat_params := self.flat_params(rank):
-            shard = self.shard_index(rank)
-            ranges = [of for flat in flat_params for of in flat.layout.param_ranges(shard).items()]
-            sizes = {name: stop - start for name, (start, stop) in ranges}
+        merged_together: Counter[tuple[int, tuple[int, ...]]] = Counter()  # elements: of a fragment, on the same ranks
+        for parameter, start, stop in self.local_ranges(rank):
+            merged_together[how.fragment_of(parameter.name), self.replicas(parameter, rank)] += stop - start
         element_bytes, replicas = states.master_bytes_when_merged(policy), len(self.group_ranks("outer", rank))
-        operations: Counter[Operation] = Counter()
-        for fragment in range(how.fragments):
-            numel = sum(size for name, size in sizes.items() if how.fragment_of(name) == fragment)
-            # The weight of a replica in tokens, whether to stop or regroup, and whether its files are written.
-            operations["outer", "all_reduce", 4, DTYPE_BYTES["float64"]] += 1
+        # The weight of each replica in tokens, whether to stop or regroup, and whether its files are written.
+        operations = Counter({("outer", "all_reduce", replicas + 3, DTYPE_BYTES["float64"]): how.fragments})
+        for numel in merged_together.values():
             if how.mode == "gossip":
                 neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
-                operations["outer", "send", numel + 1, element_bytes] += neighbours * (numel > 0)
+                operations["outer", "send", numel, element_bytes] += neighbours * (numel > 0)
             elif how.mode == "diloco" and how.exchange == "int8":
                 chunk = int8_chunk_bytes(numel, replicas)
                 operations["outer", "all_to_all", replicas * chunk, 1] += 1
@@ -106,6 +103,24 @@ class Traffic:
             else:
                 operations["outer", "all_reduce", numel, element_bytes] += 1
         return operations
+
+    def local_ranges(self, rank: int) -> Iterator[tuple[LocalParameter, int, int]]:
+        """Yield each parameter and the range, (start, stop), of its local elements that this rank updates."""
+        layout = self.layout
+        parameters = {p.name: p for p in states.local_parameters(layout, layout.mesh.coords(rank)["pp"])}
+        if not shards.uses_flat_params(layout):
+            yield from ((parameter, 0, parameter.numel) for parameter in parameters.values())
+            return
+        for flat in self.flat_params(rank):
+            for name, (start, stop) in flat.layout.param_ranges(self.shard_index(rank)).items():
+                yield parameters[name], start, stop
+
+    def replicas(self, parameter: LocalParameter, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same elements of a parameter, ascending, this rank included."""
+        dp_coords = replica_dp_coords(self.layout.mesh, self.layout.config, rank)
+        tp_coords = states.replica_tp_coords(self.layout, parameter, rank)
+        holders = ranks_with(self.layout.mesh, parameter.stages, dp_coords, tuple(tp_coords))
+        return tuple(other for other in holders if self.shard_index(other) == self.shard_index(rank))
 
     def _list_central(self, rank: int) -> Counter[Operation]:
         """Gradients to the server, parameters from it, token count and agreement."""
@@ -169,19 +184,11 @@ class Traffic:
 
     def _matrix_shards(self, rank: int) -> dict[str, MatrixShard]:
         """The elements of each matrix of a layer that this rank stores."""
-        layout, coords = self.layout, self.layout.mesh.coords(rank)
-        parameters = {parameter.name: parameter for parameter in states.local_parameters(layout, coords["pp"])}
-        ranges = {name: (0, parameter.numel) for name, parameter in parameters.items()}
-        if shards.uses_flat_params(layout):
-            flat_params, index = self.flat_params(rank), self.shard_index(rank)
-            ranges = {name: range_ for flat in flat_params for name, range_ in flat.layout.param_ranges(index).items()}
-        replicas = max(1, layout.mesh.tp // layout.config.model.num_kv_heads)  # of a key or value head
         matrix_shards = {}
-        for name, (start, stop) in ranges.items():
-            if is_hidden_matrix(name, parameters[name].dimensions):
-                replicated = parameters[name].tp_sum_rule == "kv_head_replicas"
-                tensor = coords["tp"] // replicas if replicated else coords["tp"]
-                matrix_shards[name] = MatrixShard((tensor, start, stop), stop - start)
+        for parameter, start, stop in self.local_ranges(rank):
+            if is_hidden_matrix(parameter.name, parameter.dimensions):
+                first = min(states.replica_tp_coords(self.layout, parameter, rank))
+                matrix_shards[parameter.name] = MatrixShard((first, start, stop), stop - start)
         return matrix_shards
 
     def _list_reductions(self, stage: int, tensor: int) -> Counter[Operation]:

@@ -78,7 +78,10 @@ def agree_on_attempt(store: "Store", rank: int, size: int, timeout_s: float = 60
 
 
 def _wait_for_key(store: "Store", key: str, timeout_s: float, hint: str) -> None:
-    """Wait until rank 0 has written `key`. Raises RunError after `timeout_s`; `store.wait` would log C++ warnings."""
+    """Wait until rank 0 has written `key`.
+
+    Raises RunError after `timeout_s`; `dist.Store.wait` would log C++ warnings.
+    """
     end_s, period_s = time.monotonic() + timeout_s, _PERIOD_S
     while not store.check([key]):
         _raise_conflict(store)

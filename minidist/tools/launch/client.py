@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.errors import RunError, UserError
 from minidist.tools.launch.function_reference import check_no_import_by_a_rank, make_function_reference
+from minidist.tools.launch.loopback import check_loopback
 from minidist.tools.launch.protocol import MessageSocket
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class RankServer:
                 deadline_s=deadline_s, timeout_s=timeout_s, hang_limit_s=hang_limit_s,
                 threads=threads, live=live, clean_exit=clean_exit, replacement=replacement,
             )  # fmt: skip
+        if ranks > 1:
+            self.check_network(ranks)
         bootstrap = {
             "function": make_function_reference(function),
             "arguments": _pickle_arguments(function, (tuple(args), dict(kwargs or {}))),
@@ -186,7 +189,7 @@ class RankServer:
         """Begin to talk to a new server process over this end of its socket."""
         self._connection, self._is_ready, self._has_ended = MessageSocket(own_end), False, False
 
-    # Four steps that a subclass changes if it does not trust the code that runs on the ranks, or runs them elsewhere.
+    # Five steps that a subclass changes if it does not trust the code that runs on the ranks, or runs them elsewhere.
 
     load_message = staticmethod(pickle.loads)  # unpickles messages and results of ranks
 
@@ -201,6 +204,10 @@ class RankServer:
     def create_listening_socket(self, backlog: int) -> socket.socket:
         """Return a socket that listens on a free port of 127.0.0.1, as the ranks see that address."""
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+
+    def check_network(self, ranks: int) -> None:
+        """Raise UserError if `ranks` ranks cannot reach each other."""
+        check_loopback(ranks)
 
     def ensure_ready(self) -> None:
         """Block until the server can start ranks; restart it if it has died. Raises RunError if it does not start."""

@@ -6,7 +6,7 @@ import sys
 import torch
 
 import minidist.tools.shm  # noqa: F401  registers the backend "shm" with torch
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.launch.gpus import format_too_few_gpus_message, has_own_gpu
 
 
@@ -34,7 +34,7 @@ def choose_device(requested: str, local_rank: int, local_size: int) -> torch.dev
         raise UserError(format_too_few_gpus_message(local_size, gpus))
     if local_size > gpus:
         if local_rank == 0:
-            counts = f"{local_size} ranks and {gpus} GPU{'s' * (gpus > 1)}"
+            counts = f"{format_count(local_size, 'rank')} and {format_count(gpus, 'GPU')}"
             print(f"{counts}: running on the CPU", file=sys.stderr, flush=True)
         return torch.device("cpu")
     return torch.device("cuda", local_rank)

@@ -146,8 +146,8 @@ class Job:
     def stop(self, signal_number: int) -> None:
         """Send all ranks a signal that asks them to end; return at once. May be called in a signal handler.
 
-        From now on the job fails as soon as a rank hangs or is stopped (SIGSTOP), since such a rank cannot end by
-        itself.
+        From now on the job fails as soon as a rank is stopped (SIGSTOP), since such a rank cannot end by itself. A rank
+        that runs while others wait for it may be saving, and has until the hang limit as before.
         """
         self._is_stopping = True
         self.send_signal(signal_number)
@@ -157,15 +157,14 @@ class Job:
         self._end(RankFailure("killed", range(self.size), "the job was killed"))
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """Return the current status of each rank, in rank order; None for a rank that is just updating its status.
+        """Return the current status of each rank, in rank order; None for a rank that is just updating its status, or
+        whose code has written something else there.
 
         The status is the operation that the rank runs or waits for (see `StatusPage`). Call this only while the job
         runs.
         """
         pages = memoryview(self._pages)
-        return [
-            StatusPage.read_snapshot(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)
-        ]
+        return [_read_status(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)]
 
     def output(self, rank: int) -> str:
         """Return the stdout and stderr of one rank so far, as one text; "" if not captured."""
@@ -306,7 +305,7 @@ class Job:
     def _check_hangs(self, snapshots: list[Snapshot | None], now_s: float) -> None:
         """Name the ranks that are stopped or run while others wait for them; kill them after the limit.
 
-        If the job is stopping, end it.
+        If the job is stopping, end it because of a stopped rank.
         """
         slots = self._list_processes_by_rank()
         seen = {rank: snapshots[slot] for rank, slot in enumerate(slots)} if snapshots else {}
@@ -334,12 +333,10 @@ class Job:
                 self._ranks[slot].hang_note = f" after {describe_wait(seconds, waiting)}"
                 self.send_signal(signal.SIGKILL, slot)
         if self._is_stopping:
-            notes = dict(self._noted_hangs)
-            for rank, handle in enumerate(self._ranks):
-                if describe_process(handle.pid) == STOPPED:
-                    notes.setdefault(rank, f"rank {rank} is {STOPPED}")
-            if notes:
-                self._end(RankFailure("hang", list(notes), "\n".join(notes.values())))
+            stopped = [n for n, handle in enumerate(self._ranks) if describe_process(handle.pid) == STOPPED]
+            if stopped:
+                notes = [self._noted_hangs.get(rank, f"rank {rank} is {STOPPED}") for rank in stopped]
+                self._end(RankFailure("hang", stopped, "\n".join(notes)))
 
     def _select_connected_ranks(self, snapshots: list[Snapshot | None]) -> dict[int, Snapshot | None]:
         """Return the status of the ranks among which deadlock detection may look, by rank.
@@ -412,6 +409,13 @@ class Job:
         self._pages.close()
         os.close(self._status_fd)
         self._store = None
+
+
+def _read_status(page: memoryview) -> Snapshot | None:
+    try:
+        return StatusPage.read_snapshot(page)
+    except (ValueError, IndexError):  # the code of the rank has written to every file descriptor that it found
+        return None
 
 
 def _serve_store(listen_fd: int, port: int) -> Any:

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import faulthandler
-import io
 import mmap
 import os
 import pickle
@@ -21,6 +20,7 @@ from minidist.tools.launch.function_reference import resolve_function
 from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.launch.threads import threads_per_rank
+from minidist.tools.standard_streams import open_dropping_stream
 
 _LAUNCH_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _STDLIB = sysconfig.get_path("stdlib")
@@ -42,11 +42,9 @@ def main(server: int, control_fd: int, stack_fd: int, status_fd: int, listen_fd:
         job = receive_object(control)
         _adopt_client_environment(job)
         kind, payload = _run(job, status_fd, listen_fd, control)
-        for name in (
-            "SIGINT",
-            "SIGTERM",
-        ):  # the result exists: while this rank waits for the others, only SIGKILL ends it
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # The result exists: while this rank waits for the others, only SIGKILL ends it.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         _flush_streams()
         send_object(control, (kind, payload))
         # The process, its connections and the store live on until every rank has ended: peers that still wait for this
@@ -83,10 +81,7 @@ def _adopt_client_environment(job: dict) -> None:
     with contextlib.suppress(OSError):
         os.chdir(job["cwd"])
     sys.path[:], sys.argv[:] = job["path"], job["argv"]
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = io.FileIO(fd, "w", closefd=False)
-        text = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, text)
+    sys.stdout, sys.stderr = open_dropping_stream(1), open_dropping_stream(2)
 
 
 def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:

@@ -1,7 +1,4 @@
-"""Resuming a run from the command line: the options of the earlier run, and checks before any rank starts.
-
-torch is imported after the checkpoint has been found, so that a wrong path is reported at once.
-"""
+"""Resuming a run: the run folder of an earlier attempt, and checks before any rank starts."""
 
 import contextlib
 import dataclasses
@@ -11,33 +8,18 @@ from typing import TYPE_CHECKING
 
 from minidist.config import Config
 from minidist.data.corpus import Corpus
-from minidist.errors import DamagedError, UserError
+from minidist.errors import UserError
 from minidist.fault import folders
-from minidist.tools.config_file import parse_checkpoint_config, read_config_file
-from minidist.tools.launch.run_folder_guard import CONFIG, JOB, describe_config_changes, open_checked_run_folder
+from minidist.tools.config_file import read_config_file
+from minidist.tools.launch.run_folder_guard import CONFIG, JOB, open_checked_run_folder
 from minidist.tools.launch.torchrun import read_job_name
-from minidist.train.resume import check_resumable
+from minidist.train.resume import check_resumable, find_changed_options, load_first_intact
 from minidist.train.run_folder import AUTO, RUNS, RunFolder, find_checkpoints_folder
 
 if TYPE_CHECKING:
     from minidist.comm.world import World
 
 _FOLDER_KEY = "run_folder"
-
-
-def read_resumed_config(resume: Path) -> Config:
-    """Return the configuration saved in a checkpoint, with `checkpoint.resume` set to `resume` and no folder.
-
-    resume: a checkpoint, or a run folder or a folder of checkpoints, of which the latest checkpoint is used. Raises
-    UserError if there is no intact checkpoint.
-    """
-    path = folders.latest_checkpoint(find_checkpoints_folder(resume))
-    from minidist.fault import checkpoint
-
-    stored = parse_checkpoint_config(checkpoint.read_index(path))
-    return dataclasses.replace(
-        stored, folder=None, checkpoint=dataclasses.replace(stored.checkpoint, resume=Path(resume))
-    )
 
 
 def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
@@ -102,7 +84,7 @@ def _find_folder(job: str, config: Config) -> Path | None:
         with contextlib.suppress(OSError):
             if (folder / JOB).read_text() == job:
                 before = folder / CONFIG
-                return None if before.exists() and describe_config_changes(read_config_file(before), config) else folder
+                return None if before.exists() and find_changed_options(read_config_file(before), config) else folder
     return None
 
 
@@ -112,12 +94,7 @@ def check_resume(run: RunFolder, config: Config, corpus: Corpus) -> None:
     Called before any rank starts. run: the run folder, with the checkpoints to try, newest first. corpus: the training
     data.
     """
-    for path in run.checkpoints:
-        from minidist.fault import checkpoint
+    if run.checkpoints:
+        from minidist.fault.checkpoint import read_index  # here: it imports torch
 
-        try:
-            check_resumable(checkpoint.read_index(path), config, corpus)
-            return
-        except DamagedError:
-            if path == run.checkpoints[-1]:
-                raise
+        load_first_intact(run.checkpoints, lambda path: check_resumable(read_index(path), config, corpus))

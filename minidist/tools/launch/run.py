@@ -13,6 +13,7 @@ from minidist.tools.replica_check import ReplicaCheckObserver
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.tools.trace.trace import TraceRecorder
 from minidist.train.observer import Observer
+from minidist.train.resume import inherit_options
 from minidist.train.trainer import train
 
 
@@ -22,6 +23,7 @@ def train_and_report(world: World, config: Config) -> dict[str, Any]:
     The observers show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also
     has the held-out losses of a unigram and a bigram model.
     """
+    config = inherit_options(config)
     if config.fault.live_recovery:
         return train_with_recovery(world, config, make_observers_and_meter)
     return train(world, config, *make_observers_and_meter(config))

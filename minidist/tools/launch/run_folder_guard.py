@@ -6,13 +6,14 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.fault import folders
 from minidist.tools.config_file import read_config_file
 from minidist.train.observer import Observer
+from minidist.train.resume import find_changed_options
 from minidist.train.run_folder import (
     AUTO,
     CHECKPOINTS,
@@ -25,17 +26,6 @@ from minidist.train.run_folder import (
 CONFIG = "config.toml"
 JOB = "job"  # the name of the launcher's job; a job that is started again finds its run by it
 _LOCK = "lock"
-# Options that may change when a run is resumed automatically: a resumed run gives the same losses with any of them.
-_MAY_CHANGE = (
-    "train.log_every",
-    "train.max_skipped_steps",
-    "train.straggler_threshold",
-    "train.eval_every",
-    "train.eval_samples",
-    "train.sample_tokens",
-    "train.micro_batches",
-)
-_MUST_STAY = ("model", "data", "optim", "precision", "train")
 
 
 class RunFolderGuard(Observer):
@@ -160,31 +150,14 @@ def _check_same_run(folder: Path, config: Config) -> None:
     """Raise UserError if `folder` holds a run whose losses would differ from those of this configuration."""
     if not (folder / CONFIG).exists():
         return
-    changed = describe_config_changes(read_config_file(folder / CONFIG), config)
+    options = find_changed_options(read_config_file(folder / CONFIG), config)
+    changed = [f"{option.name} {option.before} there, {option.now} here" for option in options]
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise UserError(
             f"--folder {folder} holds a run with other options ({', '.join(changed[:4])}{more}): give another folder, "
             f"or go on with that run under these options with --checkpoint.resume {folder}."
         )
-
-
-def describe_config_changes(before: Config, config: Config) -> list[str]:
-    """Return a line like "optim.lr 0.003 there, 0.001 here" for each different option that affects a run's losses.
-
-    before: the earlier configuration ("there"). config: the configuration of this run ("here").
-    """
-    return [
-        f"{section}.{field.name.replace('_', '-')} {was} there, {now} here"
-        for section in _MUST_STAY
-        for field in dataclasses.fields(getattr(config, section))
-        if f"{section}.{field.name}" not in _MAY_CHANGE
-        and (was := _value(before, section, field.name)) != (now := _value(config, section, field.name))
-    ]
-
-
-def _value(config: Config, section: str, field: str) -> Any:
-    return getattr(getattr(config, section), field)
 
 
 def _refuse_to_go_back(at: Path, source: Path) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_count
+from minidist.fault.signals import stop_signals
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
@@ -29,7 +30,9 @@ from minidist.tools.launch.torchrun import (
     torchrun_world,
 )
 from minidist.tools.output_files import check_output_files
+from minidist.tools.standard_streams import drop_failed_writes
 from minidist.train import run_folder
+from minidist.train.resume import inherit_options
 
 if TYPE_CHECKING:
     from minidist.comm import World
@@ -68,6 +71,27 @@ def choose_ranks(config: Config, requested: int | None) -> int:
     return choose_default_ranks(config) if requested is None else requested
 
 
+def choose_device(config: Config, ranks: int) -> str:
+    """Return the device that "auto" means for `ranks` ranks of this machine, else `config.device` as it is."""
+    if config.device != "auto":
+        return config.device
+    gpus = count_gpus()
+    return "cuda" if gpus and (ranks <= gpus or has_own_gpu(gpus)) else "cpu"
+
+
+def check_offload(config: Config, device: str, ranks: int, instead: str = "") -> None:
+    """Raise UserError if `config` offloads to the host and its ranks, on `device`, run there already.
+
+    instead: what else the user may do, as the end of a sentence.
+    """
+    if config.zero.offload and device == "cpu":
+        raise UserError(
+            "zero.offload true has no effect: it moves master weights and optimizer states from a GPU to the host, and "
+            f"the {format_count(ranks, 'rank runs', 'ranks run')} on the CPU (--device {config.device}). Leave "
+            f"--zero.offload out{instead}."
+        )
+
+
 def resolve_device(config: Config, ranks: int) -> str:
     """Return the device for `ranks` ranks of this machine: "cpu", "cuda" (one GPU per rank) or "cuda:N" (shared).
 
@@ -82,19 +106,16 @@ def resolve_device(config: Config, ranks: int) -> str:
             raise UserError(format_too_few_gpus_message(ranks, gpus))
         device = "cuda" if gpus else None
     else:
-        device = "cuda" if gpus and (ranks <= gpus or has_own_gpu(gpus)) else "cpu"
+        device = choose_device(config, ranks)
     if device is None:
-        raise UserError(f"--device {requested}: torch sees {gpus} GPUs here. Give --device cpu.")
+        raise UserError(f"--device {requested}: torch sees {format_count(gpus, 'GPU')} here. Give --device cpu.")
     if backend == "nccl" and (device == "cpu" or (device != "cuda" and ranks > 1)):
+        counts = f"{format_count(ranks, 'rank')} on {device} and {format_count(gpus, 'GPU')}"
         raise UserError(
-            f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {device} and "
-            f"{gpus} GPUs. Give --comm.backend gloo, or leave it out."
+            f"--comm.backend nccl needs a GPU of its own for each rank; here are {counts}. Give --comm.backend gloo, "
+            "or leave it out."
         )
-    if config.zero.offload and device == "cpu":
-        raise UserError(
-            "zero.offload true has no effect: it moves master weights and optimizer states from a GPU to the host, and "
-            f"the {ranks} ranks run on the CPU (--device {requested}). Leave --zero.offload out."
-        )
+    check_offload(config, device, ranks)
     if backend == "shm" and device != "cpu":
         raise UserError(
             f"--comm.backend shm is for ranks on CPU; here they are on {device}. Give --device cpu as well."
@@ -107,14 +128,17 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
 
     ranks: None for `choose_default_ranks`; must be None under torchrun.
     program: the function that every rank runs, `program(world, config, *extra_args)`; None for the trainer.
-    Raises UserError before any rank starts if the run is impossible, RunError if the run fails.
+    The run does not end if its output cannot be written. Raises UserError before any rank starts if the run is
+    impossible, RunError if the run fails.
     """
-    if is_under_torchrun():
-        if ranks is not None:
-            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
-        _train_under_torchrun(config, program, extra_args)
-        return
-    _train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
+    config = inherit_options(config)
+    if is_under_torchrun() and ranks is not None:
+        raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
+    with drop_failed_writes("stdout", "stderr"):
+        if is_under_torchrun():
+            _train_under_torchrun(config, program, extra_args)
+        else:
+            _train_on_new_ranks(config, choose_ranks(config, ranks), program, extra_args)
 
 
 def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
@@ -130,7 +154,11 @@ def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = N
     run = open_checked_run_folder(config)
     folder = run.path
     if device == "cpu" and config.device != "cpu" and (gpus := count_gpus()):
-        print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus > 1)}: running on the CPU", file=sys.stderr, flush=True)
+        print(
+            f"{format_count(ranks, 'rank')} and {format_count(gpus, 'GPU')}: running on the CPU",
+            file=sys.stderr,
+            flush=True,
+        )
     preload = ("torch._dynamo", "minidist.tools.launch.run")
     try:
         RunLock(folder).release()  # refuses a folder that another run uses, or that cannot be written
@@ -171,7 +199,7 @@ def _make_replacement(config: Config) -> "Replacement | None":
 
 
 def _wait(job: "Job", folder: Path) -> None:
-    """Wait for the end of the run. SIGINT and SIGTERM make it save and stop; a second SIGINT kills it."""
+    """Wait for the end of the run. SIGINT, SIGTERM and SIGHUP make it save and stop; a second SIGINT kills it."""
     received: list[int] = []
 
     def forward(number: int, _) -> None:
@@ -184,7 +212,7 @@ def _wait(job: "Job", folder: Path) -> None:
             again = "; a second SIGINT ends the run at once" if number == signal.SIGINT else ""
             print(f"{name}: saving after this step{again}", file=sys.stderr, flush=True)
 
-    previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         job.wait()
     except KeyboardInterrupt:

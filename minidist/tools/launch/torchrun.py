@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from minidist.errors import RunError, UserError
 from minidist.tools.launch.attempt import OWN_STORE_HINT, agree_on_attempt, check_same_world_size
 from minidist.tools.launch.environment import rank_and_world, read_integer
+from minidist.tools.launch.loopback import check_loopback
 from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.threads import threads_per_rank
 
@@ -129,7 +130,7 @@ def wait_for_end_of_rank_0() -> bool:
 def report_to_torchrun(message: str) -> None:
     """Write an error message to the file that torchrun reads to report a failed rank; do nothing if it set no file.
 
-    torch's own `record` decorator does so for uncaught exceptions.
+    torch's decorator `torch.distributed.elastic.multiprocessing.errors.record` does so for uncaught exceptions.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -182,6 +183,9 @@ def torchrun_world(
     faulthandler.enable()  # torchrun itself reports only the signal of a crash
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's ranks would outlive it
+        # Only torchrun sends it, to ranks that lead sessions of their own: when it ends, even if `nohup` started it.
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, _SigtermRecorder):
         if handler.is_received:
@@ -198,6 +202,8 @@ def torchrun_world(
             world.store = dist.PrefixStore("minidist", dist.TCPStore(address, port, is_master=False))
         yield world
         return
+    if address in _LOOPBACK_ADDRESSES:
+        check_loopback(size)
     if local_size == size and address in _LOOPBACK_ADDRESSES:
         prefer_gloo_loopback()
     try:

@@ -162,8 +162,9 @@ def make_engine_tensor_lister(engine: Engine) -> TensorLister:
     """Return a function that returns the live tensors of a training engine by kind, for `PeakByKind`.
 
     The kinds are those of `minidist estimate`. Flat parameters and gradients that persist, or their shards, count as
-    parameters and gradients, and DiLoCo's outer state as states; flat buffers that exist only while they are gathered
-    or reduced count as buffers; tensors that a split backward keeps for weight gradients count as activations.
+    parameters and gradients, and DiLoCo's outer state and quantization errors as states; flat buffers that exist only
+    while they are gathered or reduced count as buffers; tensors that a split backward keeps for weight gradients count
+    as activations.
     """
     model_and_optimizer = make_tensor_lister(engine.model, engine.optimizer)
 
@@ -172,7 +173,8 @@ def make_engine_tensor_lister(engine: Engine) -> TensorLister:
         if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
             tensors = {**_zero_tensors_by_kind(engine.reducer), "states": tensors["states"]}
         if engine.merger is not None:
-            tensors["states"] = [*tensors["states"], *(tensor for _, _, tensor in engine.merger.outer_states())]
+            merger_states = [*engine.merger.outer_states(), *engine.merger.quantization_errors()]
+            tensors["states"] = [*tensors["states"], *(tensor for *_, tensor in merger_states)]
         pipeline = engine.forward_backward.pipeline
         return tensors if pipeline is None else {**tensors, ACTIVATIONS: pipeline.weight_gradient_inputs()}
 

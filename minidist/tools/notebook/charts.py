@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars
 
 
@@ -35,8 +35,8 @@ def memory_by_category(
 def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
     """Plot each rank's memory as a bar stacked by category; return `by_rank` as a list of dicts.
 
-    by_rank: bytes by category for each rank, in rank order, as from `ranks.get("memory_by_category(model,
-    optimizer)")`. Raises UserError when the memory of all ranks is 0.
+    by_rank: bytes by category for each rank, in rank order, as from `LiveRanks.get` of
+    `memory_by_category(model, optimizer)`. Raises UserError when the memory of all ranks is 0.
     """
     held = [dict(parts) for parts in by_rank]
     if not any(count for parts in held for count in parts.values()):
@@ -57,7 +57,10 @@ def compare_memory(
     """
     bars = {"measured": [dict(parts) for parts in measured], "estimated": [dict(parts) for parts in estimated]}
     if len(measured) != len(estimated):
-        raise UserError(f"{len(measured)} ranks were measured and {len(estimated)} estimated: give as many of both")
+        raise UserError(
+            f"measured is of {format_count(len(measured), 'rank')} and estimated of {len(estimated)}: give as many of "
+            "both"
+        )
     empty = [name for name, held in bars.items() if not any(count for parts in held for count in parts.values())]
     if empty:
         raise UserError(f"there is no memory to draw: nothing was {' or '.join(empty)}")

@@ -5,7 +5,7 @@ Each function draws unless `draw` is False, and returns its data; empty data is 
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.fault.shards import SavedTensor, TensorShard, find_overlaps
 from minidist.parameters import Box
 from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING
@@ -130,7 +130,10 @@ def _draw_resharding(
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
-    for axes, title in ((left, f"saved by {len(files)} ranks"), (right, f"loaded by {len(loading)} ranks")):
+    for axes, title in (
+        (left, f"saved by {format_count(len(files), 'rank')}"),
+        (right, f"loaded by {format_count(len(loading), 'rank')}"),
+    ):
         axes.set(xlim=(0, saved.shape[1]), ylim=(saved.shape[0], 0), title=title, xlabel="column", ylabel="row")
     for source in saved.boxes:
         number = files.index(source.file)

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 def plot_traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
     """Plot the bytes that each rank sent to each other rank as a matrix; return it as lists, one row per sender.
 
-    measured: a cell's result (`ranks.last`), or the traffic meter's records of every rank. Sends are counted;
+    measured: a cell's result (`LiveRanks.last`), or the traffic meter's records of every rank. Sends are counted;
     collectives are modelled by the algorithm that the meter names (`Record.algorithm`). Raises UserError when nothing
     was sent.
     """
@@ -53,8 +53,8 @@ def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> l
     """Plot each rank's communication operations as bars from launch to wait; return them, by rank.
 
     The axis counts the rank's events (launches, ends of waits, marks), not seconds. measured: a cell's result
-    (`ranks.last`), or the traffic meter's records of every rank. marks: for each rank, labels to draw as (position in
-    the order of events, label), such as `Meter.events`. Raises UserError when there was no operation.
+    (`LiveRanks.last`), or the traffic meter's records of every rank. marks: for each rank, labels to draw as (position
+    in the order of events, label), such as `Meter.events`. Raises UserError when there was no operation.
     """
     records = _by_rank(measured)
     marks = [list(rows) for rows in marks] or [[] for _ in records]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minidist.config import (
+    CheckpointConfig,
     CommConfig,
     Config,
     ConsistencyConfig,
@@ -20,8 +21,9 @@ from minidist.config import (
     TrainConfig,
     ZeroConfig,
 )
-from minidist.data.loader import IGNORE_INDEX, Batch, Loader
+from minidist.data.loader import Batch, Loader
 from minidist.data.synthetic import generate_text
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.tools.parity.layouts import Layout
@@ -38,12 +40,25 @@ SHORT_SAMPLES = (
     13  # with padding, the first samples of each global batch, so that equal partitions have unequal token counts
 )
 
-# How gradients are reduced, and the ZeRO configuration. central: on one rank, which updates the parameters.
+# Synchronization modes that must equal synchronous training, with the options under which they do. All but central do
+# so with plain SGD only: the mean of N updates is the update by the mean gradient, and their sum that by the sum.
+MODES = {
+    "central": ConsistencyConfig(mode="central"),
+    "local": ConsistencyConfig(mode="local", h=1),
+    "diloco": ConsistencyConfig(mode="diloco", h=1, outer_lr=1.0, outer_momentum=0.0),
+    "gossip": ConsistencyConfig(mode="gossip", h=1),  # on up to three replicas, which are all neighbours
+    "stale": ConsistencyConfig(mode="stale", staleness_bound=0),
+    "asynchronous": ConsistencyConfig(mode="asynchronous"),  # on one rank
+}
+# In these a rank has the gradients and the loss of its own samples: only the parameters are those of one process.
+WITH_OWN_GRADIENTS = tuple(mode for mode in MODES if mode != "central")
+
+# How gradients are reduced, the ZeRO configuration, or the synchronization mode.
 GRADIENTS = {
     "bucketed": {},
     "flat": {},
     "naive": {},
-    "central": {},
+    **{mode: {} for mode in MODES},
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero2-whole": {"stage": 2, "keep_gradients": True},
@@ -105,7 +120,8 @@ class Case:
 
     ranks: the sizes of the model are multiples of this number. layers: the number of layers of the model. Cases with
     equal ranks and layers have the same model, and may share a reference run. The fields after `mesh_layout` are the
-    switches; SWITCHES lists their possible values. gradients: how gradients are reduced, and the ZeRO stage. tied:
+    switches; SWITCHES lists their possible values. gradients: how gradients are reduced, the ZeRO stage, or the
+    synchronization mode; in those of WITH_OWN_GRADIENTS the optimizer is SGD alone, with a constant rate. tied:
     whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all ranks start
     with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume: whether the
     run is stopped before step RESUME_AFTER and resumed from a checkpoint.
@@ -170,7 +186,7 @@ class Case:
         case.
         """
         defaults = {
-            "gradients": "bucketed",
+            "gradients": "local" if self.has_own_gradients else "bucketed",  # the same optimizer
             "micro_batches": 1,
             "start": "equal",
             "shares": "equal",
@@ -182,19 +198,27 @@ class Case:
         return dataclasses.replace(self, mesh_layout=Layout(), dtype=dtype, **defaults)
 
     @property
+    def has_own_gradients(self) -> bool:
+        """Whether each rank has the gradients and the loss of its own samples, so that only parameters are compared."""
+        return self.gradients in WITH_OWN_GRADIENTS
+
+    @property
     def tolerance(self) -> dict[str, float]:
         """The tolerated relative difference from the reference, by kind of value (`compare.KINDS`).
 
         A kind without an entry is reported only.
         """
-        return TOLERANCES[self.dtype, self.optimizer]
+        tolerances = TOLERANCES[self.dtype, self.optimizer]
+        return {"param": tolerances["param"]} if self.has_own_gradients else tolerances
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step, which decreases from step to step as under a learning-rate schedule.
 
         With SGD it is smaller for deeper models: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
         """
-        return (0.2 / self.layers if self.optimizer == "sgd" else 1e-3) / (1 + 0.2 * step)
+        first = 0.2 / self.layers if self.optimizer == "sgd" else 1e-3
+        # A server follows its own schedule.
+        return first if self.has_own_gradients else first / (1 + 0.2 * step)
 
     def make_model(self, seed: int = SEED) -> EdgeCaseTransformer:
         """Make the model with initial parameters drawn from `seed`, in float64 if that is the case's dtype, else in
@@ -238,6 +262,9 @@ class Case:
         # Every step overrides the learning rate. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
+        if self.has_own_gradients:
+            plain = {"weight_decay": 0.0, "momentum": 0.0, "schedule": "constant", "warmup_steps": 0}
+            optim = dataclasses.replace(optim, lr=self.lr(0), **plain)
         layout = self.mesh_layout
         parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
         ranks = layout.dp * layout.cp
@@ -253,8 +280,11 @@ class Case:
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
             comm=CommConfig(gradients=reduction, bucket_mib=0.004),
-            consistency=ConsistencyConfig(mode="central" if self.gradients == "central" else "synchronous"),
-            train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches),
+            consistency=MODES.get(self.gradients, ConsistencyConfig()),
+            train=TrainConfig(
+                steps=STEPS, eval_every=0, global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches
+            ),
+            checkpoint=CheckpointConfig(every=0),  # asynchronous workers would pause
             recompute=self.recompute,
             engine=self.engine,
         )

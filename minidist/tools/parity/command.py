@@ -164,7 +164,7 @@ def format_result_row(row: dict) -> list[str]:
     If the row is not ok, the lines name the first difference and the worst tensor.
     """
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    numbers = [f"{row[key]:.1e}" for key in _DIFFERENCES]
+    numbers = ["-" if row[key] is None else f"{row[key]:.1e}" for key in _DIFFERENCES]
     lines = [_line(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
     if not row["ok"]:
         lines.append(f"    wrong first: {row['first_wrong']}")

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from minidist.errors import UserError
-from minidist.tools.parity.cases import HALF, SWITCHES, Case
+from minidist.tools.parity.cases import HALF, MODES, SWITCHES, WITH_OWN_GRADIENTS, Case
 from minidist.tools.parity.cover import CaseFamily, Switches, pairwise_cover, value_pairs, value_pairs_in_case
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.validation import validate
@@ -110,11 +110,19 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
 
     Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The simple
     engine goes with full precision and the reductions that it has a version of its own for (`validate` accepts them),
-    and in ZeRO not with Muon.
+    and in ZeRO not with Muon. The synchronization modes in which a rank has its own gradients go with SGD, without
+    clipping, which would be by a rank's own norm; their resumption is tested elsewhere.
     """
     full = tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)
-    kinds = tuple(kind for kind in switches["gradients"] if kind not in ("flat", "naive", "central"))
-    families = [{"dtype": full, "engine": ("fast",)}, {"dtype": HALF, "gradients": kinds, "engine": ("fast",)}]
+    reductions = tuple(kind for kind in switches["gradients"] if kind not in WITH_OWN_GRADIENTS)
+    kinds = tuple(kind for kind in reductions if kind not in ("flat", "naive", "central"))
+    families = [
+        {"dtype": full, "gradients": reductions, "engine": ("fast",)},
+        {"dtype": HALF, "gradients": kinds, "engine": ("fast",)},
+    ]
+    if modes := tuple(kind for kind in switches["gradients"] if kind in WITH_OWN_GRADIENTS):
+        alone = {"optimizer": ("sgd",), "clip": (False,), "resume": (False,), "recompute": ("none",)}
+        families.append({"dtype": full, "gradients": modes, "engine": ("fast",), **alone})
     if "simple" in switches["engine"]:
         values = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
         simple = tuple(kind for kind in kinds if _refusal(layout, **values, gradients=kind) is None)
@@ -183,9 +191,12 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
     """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
-    sharding more than two, a central server and a flat buffer nothing but data parallelism."""
-    if gradients in ("central", "flat"):
-        return 1 < layout.dp == layout.mesh.world_size
+    sharding more than two, the synchronization modes and a flat buffer nothing but data parallelism."""
+    if gradients == "asynchronous":  # several ranks train another way
+        return layout.mesh.world_size == 1
+    if gradients in (*MODES, "flat"):
+        is_mean = gradients != "gossip" or layout.dp <= 3
+        return 1 < layout.dp == layout.mesh.world_size and is_mean
     if gradients.endswith("hybrid"):
         return layout.dp % 2 == 0 and layout.dp * layout.cp > 2
     return not gradients.startswith("zero") or layout.dp * layout.cp > 1

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from minidist.labels import IGNORE_INDEX
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
-from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.models.transformer import Transformer
 
 # Samples 35, 75, 115 use `rare`. In steps of 29 samples that is none in step 0, one in each of steps 1, 2 and 3, in
 # another part of the global batch each time, and none in step 4.

@@ -102,9 +102,12 @@ def _records(folder: str, number: int, world: int) -> list[RankReport] | None:
 def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
     """Combine the reports of a case's ranks into one row of the result table.
 
-    The row is ok if no rank found a difference beyond its tolerance and the ranks agree with each other.
+    The row is ok if no rank found a difference beyond its tolerance and the ranks agree with each other. A difference
+    is None where that kind of value was not compared.
     """
     largest = {kind: max(report.largest[kind] for report in reports) for kind in reports[0].largest}
+    if case.has_own_gradients:
+        largest |= dict.fromkeys(("loss", "grad", "grad_norm"))  # not compared
     _, worst = max((report.worst for report in reports), key=lambda pair: pair[0])
     first_wrong = _first_of([report.first for report in reports]) or _find_cross_rank_fault(case, reports)
     return {

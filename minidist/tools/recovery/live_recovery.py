@@ -220,10 +220,11 @@ class LiveRecovery(Recovery):
             state = loaded.states[0]
             trainer.after_load(state)
             if (merger := trainer.engine.merger) and merger.replica >= state["replicas"]:
-                merger.tokens.zero_()  # the progress that it has copied counts once
+                merger.forget_progress()  # what it has copied counts once
             trainer.step_time_s = state["step_time_s"]
-            trainer.skipped_steps.total, trainer.skipped_steps.consecutive = state["skipped_steps"]
-            if not all(one["is_reported"] for one in loaded.states):
+            trainer.skipped_steps.total, trainer.skipped_steps.consecutive, last = state["skipped_steps"]
+            trainer.skipped_steps.last_step = last
+            if not any(one["is_reported"] for one in loaded.states):
                 trainer.interrupted_step = state["result"]
         self._note_source(trainer, loaded)
         return loaded is not None
@@ -257,8 +258,9 @@ class LiveRecovery(Recovery):
     def _refresh(self, trainer: Trainer) -> None:
         if self._memory_every:
             with trainer.groups.meter.span("memory copies"):
+                is_reported = trainer.reported_steps == trainer.progress.step  # on rank 0, too: it takes part
                 self._copies.refresh(
-                    trainer.progress.step, checkpoint_shards(trainer.engine), _describe_position(trainer, True)
+                    trainer.progress.step, checkpoint_shards(trainer.engine), _describe_position(trainer, is_reported)
                 )
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -300,15 +302,18 @@ def _describe_source(loaded: LoadedState | None, last_step: int) -> str:
 
 
 def _describe_position(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
-    """What belongs to the live tensors besides them. The trainer may be one step behind its engine, if that failed."""
-    engine, progress = trainer.engine, trainer.progress
+    """What belongs to the live tensors besides them. The trainer may be one step behind its engine, if that failed.
+
+    is_reported: whether rank 0, whose observers write the records of the run, has reported the last completed step.
+    """
+    engine, progress, skipped = trainer.engine, trainer.progress, trainer.skipped_steps
     ahead = engine.completed_steps - progress.step
     return {
         "step": engine.completed_steps,
         "position": progress.consumed_samples + ahead * trainer.config.train.global_batch,
         "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         "step_time_s": trainer.step_time_s,
-        "skipped_steps": (trainer.skipped_steps.total, trainer.skipped_steps.consecutive),
+        "skipped_steps": (skipped.total, skipped.consecutive, skipped.last_step),
         "replicas": trainer.config.num_replicas(trainer.mesh),
         "is_reported": is_reported,
         "result": trainer.interrupted_step if engine.decision is None else engine.decision.result,
@@ -324,7 +329,8 @@ def _with_new_replicas(held: InMemoryState, replicas: int) -> InMemoryState:
 def _hold_live_tensors(trainer: Trainer, generation: int) -> InMemoryState:
     """The live tensors of a failed trainer, in host memory. Its engine must not be used any more."""
     shards = [replace(shard, tensor=shard.tensor.detach().cpu()) for shard in checkpoint_shards(trainer.engine)]
-    is_reported = trainer.reported_steps == trainer.engine.completed_steps
+    # If rank 0 has died, the step is reported again: its row may be missing, and one that is there is replaced.
+    is_reported = trainer.world.rank == 0 and trainer.reported_steps == trainer.engine.completed_steps
     position = _describe_position(trainer, is_reported)
     return InMemoryState(position["step"], generation, "live tensors", position, shards)
 

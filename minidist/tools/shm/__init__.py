@@ -28,7 +28,7 @@ through the kernel, whose locks order the writes before it and the reads after i
     a chunk that was read, to the sender                the receiver's answer                     (send / recv)
     a small transfer                                    is part of the message                    (send / recv)
     a block of a destroyed group, to the arena          end of file on the group's sockets        (shutdown / recv)
-    an operation, to a worker thread                    `SimpleQueue.put` and `get`               (a lock, futex)
+    an operation, to a worker thread                    put and get of a `queue.SimpleQueue`          (a lock, futex)
     the end of an operation, to a waiting thread        release of a lock that the waiter acquires (a lock, futex)
     a new connection, to the thread that waits for it   `threading.Condition`                     (a lock, futex)
     the end of a process                                its process descriptor becomes readable   (poll)

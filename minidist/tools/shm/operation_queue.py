@@ -71,9 +71,10 @@ class OperationQueue:
         self._running = self._worker_assigned = False
 
     def submit(self, operation: "Operation", run_in_caller: bool) -> None:
-        """Append `operation` to the queue and return at once.
+        """Run `operation` to its end in the calling thread if `run_in_caller` and the queue is idle; else append it.
 
-        run_in_caller: if the queue is idle, instead run the operation to its end in the calling thread.
+        An appended operation runs in its turn, in a worker thread or in a thread that waits for it, and this method
+        returns at once.
         """
         with self._lock:
             if run_in_caller and not self._queue and not self._running:

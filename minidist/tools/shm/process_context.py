@@ -281,7 +281,7 @@ def set_socket_timeout(sock: socket.socket, seconds: float, receive_s: float | N
 
     seconds: the limit for both. receive_s: another limit, in seconds, for receives; None: `seconds`.
 
-    Python's own `settimeout` would cost a second system call per message.
+    `socket.socket.settimeout` would cost a second system call per message.
     """
     for option, limit_s in ((socket.SO_SNDTIMEO, seconds), (socket.SO_RCVTIMEO, receive_s or seconds)):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6)))

@@ -24,9 +24,10 @@ class Work(dist.Work):
         self._queue, self._task, self._tensors, self.source = queue, Operation(call), list(tensors), source
 
     def start(self, run_in_caller: bool) -> None:
-        """Append the operation to its queue and return at once.
+        """Run the operation to its end in the calling thread if `run_in_caller` and its queue is idle; else append it.
 
-        run_in_caller: if the queue is idle, instead run the operation to its end in the calling thread.
+        An appended operation runs in its turn, in a worker thread or in a thread that waits for it, and this method
+        returns at once. `wait` raises the operation's error; `start` does not.
         """
         self._queue.submit(self._task, run_in_caller)
 

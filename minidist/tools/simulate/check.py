@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from minidist.errors import UserError
+from minidist.errors import UserError, format_count
 from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, find_order_and_deadlocks
 from minidist.parallel.pipeline.transfers import StageProgram, Transfer
 
@@ -93,7 +93,7 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
     strange = [action for action in order if not _exists(action, schedule, kinds)]
     if not strange and len(count) == len(order) == size:
         return
-    of = f"{schedule.micro_batches} micro-batches" + (
+    of = format_count(schedule.micro_batches, "micro-batch", "micro-batches") + (
         f" in {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     )
     if strange:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from minidist.errors import format_count
 from minidist.parallel.pipeline.actions import Action
 from minidist.parallel.pipeline.transfers import Span
 from minidist.tools.simulate.timeline import PipelineTimeline
@@ -129,7 +130,8 @@ def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
 
 def _title(timeline: PipelineTimeline) -> str:
     schedule = timeline.schedule
-    size = f"{schedule.num_stages} stages, {schedule.micro_batches} micro-batches"
+    micro_batches = format_count(schedule.micro_batches, "micro-batch", "micro-batches")
+    size = f"{format_count(schedule.num_stages, 'stage')}, {micro_batches}"
     chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
     peak = max(timeline.peak_live_micro_batches)
     return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {peak} in flight"

@@ -168,49 +168,50 @@ class OuterStep:
 class ReplicaMerger:
     """Merges the masters of replicas that train separately: every h steps, and after the last step.
 
+    Each parameter is merged by itself: ranks that have the same parameter, such as the two stages with a tied
+    embedding, then add the same numbers in the same order, and stay equal bit by bit.
+
     config: mode is "local" or "diloco". masters: this rank's, by name. group: the ranks at the same place in each
-    replica, which have the same elements. num_tokens: trained on since the last merge, the weight of the replica.
+    replica, which have the same elements. num_tokens: (1,), trained on since the last merge: the weight of the replica.
+    num_different_models: the number of replicas, or 1 right after a merge.
     """
 
     def __init__(self, config: ConsistencyConfig, masters: Mapping[str, Tensor], group: Group, num_steps: int):
         self.h, self.masters, self.group, self.num_steps = config.h, dict(masters), group, num_steps
-        self.num_tokens = 0.0
-        self.outer = None
+        self.num_tokens = torch.zeros(1, dtype=torch.float64)
+        self.num_different_models = 1
+        self.outer: dict[str, OuterStep] = {}
         if config.mode == "diloco":
-            self.outer = OuterStep(self.flatten(), config.outer_lr, config.outer_momentum)
+            self.outer = {
+                name: OuterStep(master.detach(), config.outer_lr, config.outer_momentum)
+                for name, master in masters.items()
+            }
 
-    def flatten(self) -> Tensor:
-        """Return a copy of all masters in one tensor."""
-        return torch.cat([master.detach().flatten() for master in self.masters.values()])
-
+    @torch.no_grad()
     def after_step(self, step: int, num_tokens: float) -> bool:
         """Collective over the replicas if a merge is due: merge the masters; return whether that has been done.
 
         step: the number of the step, from 0. num_tokens: that this replica has trained on in the step.
         """
         self.num_tokens += num_tokens
-        if (step + 1) % self.h and step + 1 < self.num_steps:
+        is_due = (step + 1) % self.h == 0 or step + 1 == self.num_steps
+        self.num_different_models = 1 if is_due else self.group.size
+        total = self.num_tokens.to(self.group.world.control_device, copy=True)
+        if is_due:
+            all_reduce(total, self.group)
+        if not is_due or total.item() == 0:
             return False
-        flat, weight, self.num_tokens = self.flatten(), self.num_tokens, 0.0
-        if self.outer is None:
-            merge_replicas(flat, weight, self.group)
-        else:
-            self.outer.step(flat, weight, self.group)
-        parts = flat.split([master.numel() for master in self.masters.values()])
-        with torch.no_grad():
-            for master, part in zip(self.masters.values(), parts, strict=True):
-                master.copy_(part.view_as(master))
+        for name, master in self.masters.items():
+            if name in self.outer:
+                self.outer[name].step(master, self.num_tokens.item(), self.group)
+            else:
+                merge_replicas(master, self.num_tokens.item(), self.group)
+        self.num_tokens.zero_()
         return True
 
     def outer_states(self) -> dict[str, dict[str, Tensor]]:
         """Return DiLoCo's states, which a checkpoint needs: {"outer.start": {name: tensor}, "outer.velocity": ...}."""
-        if self.outer is None:
-            return {}
-        sizes = [master.numel() for master in self.masters.values()]
         return {
-            kind: {
-                name: part.view_as(self.masters[name])
-                for name, part in zip(self.masters, flat.split(sizes), strict=True)
-            }
-            for kind, flat in (("outer.start", self.outer.start), ("outer.velocity", self.outer.velocity))
+            "outer.start": {name: outer.start for name, outer in self.outer.items()},
+            "outer.velocity": {name: outer.velocity for name, outer in self.outer.items()},
         }

@@ -11,6 +11,7 @@ from minidist.config import Config
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parameters import ParamSpec
+from minidist.simple.consistency import ReplicaMerger
 from minidist.simple.context_parallel import rank_positions
 from minidist.simple.data_parallel import count_tokens
 from minidist.simple.mixed_precision import Decision, agree_on_step
@@ -20,12 +21,16 @@ from minidist.simple.parallelize import ParallelModel
 class Engine:
     """Runs training steps and evaluations of a model that `parallelize` has laid out over the ranks.
 
-    groups: bound from `group_specs`. control: the ranks that train together and decide together.
+    groups: bound from `group_specs`. control: the ranks that train together and decide together. merger: of replicas
+    that train separately; None if all ranks train together.
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, config: Config):
         self.parallel, self.groups, self.config = parallel, groups, config
         self.model, self.reducer, self.scaler = parallel.model, parallel.reducer, parallel.scaler
+        self.merger: ReplicaMerger | None = None
+        if config.num_replicas(groups.mesh) > 1:
+            self.merger = ReplicaMerger(config.consistency, self.reducer.masters, groups["outer"], config.train.steps)
         self.control = groups["replica"] if "replica" in groups else groups["control"]
         self.optimizer = make_optimizer(config, self.reducer.masters, parallel.master_specs)
         self.positions: dict[int, Tensor] = {}
@@ -34,12 +39,12 @@ class Engine:
         self.is_loss_counted = coords["tp"] == 0 and coords["pp"] == groups.mesh.pp - 1
 
     def step(
-        self, step: int, micro_batches: Sequence[Batch], lr: float, weight: float = 1.0, stop: bool = False
+        self, step: int, micro_batches: Sequence[Batch], lr: float, weight: float = 1.0, stop_requested: bool = False
     ) -> Decision:
         """Collective: train on this rank's part of a global batch; return what all ranks have decided.
 
         step: its number, from 0. micro_batches: this rank's, of full sequences. lr: the learning rate. weight: of this
-        rank's data. stop: whether this rank asks for the end of the run.
+        rank's data. stop_requested: whether this rank asks for the end of the run.
         """
         self.model.train()
         self.reducer.clear()
@@ -49,9 +54,13 @@ class Engine:
         loss = self.forward_backward(step, micro_batches, weight, num_tokens) if num_tokens else 0.0
         self.reducer.finish()
         self.scale_gradients(1.0 if self.scaler is None else 1.0 / self.scaler.scale)
-        decision = agree_on_step(loss, self.squared_norm(), stop, num_tokens, self.scaler, self.control)
-        if decision.update:
+        decision = agree_on_step(loss, self.squared_norm(), stop_requested, num_tokens, self.scaler, self.control)
+        if decision.update_successful:
             self.clip_and_update(decision.grad_norm, lr)
+        is_merged = False
+        if self.merger is not None:
+            is_merged = self.merger.after_step(step, num_tokens if decision.update_successful else 0.0)
+        if decision.update_successful or is_merged:
             self.reducer.update_parameters()
         return decision
 
@@ -109,10 +118,13 @@ class Engine:
 
     def run_layers(self, batch: Batch, step: int, hidden: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Run this stage's layers; return hidden states, or after the last layer the loss sum and number of tokens."""
-        device = self.groups.world.device
-        batch = batch.to(device)
-        positions = self.device_positions(batch.tokens.shape[1] * self.groups.mesh.cp)
-        address = DropoutAddress(self.config.train.seed, step, batch.samples, positions)
+        mesh, world = self.groups.mesh, self.groups.world
+        batch = batch.to(world.device)
+        positions = self.device_positions(batch.tokens.shape[1] * mesh.cp)
+        dropped = positions  # of the hidden states: with sequence parallelism this rank's, of its tp group's tokens
+        if self.config.parallel.sequence:
+            dropped = positions.chunk(mesh.tp)[mesh.coords(world.rank)["tp"]]
+        address = DropoutAddress(self.config.train.seed, step, batch.samples, dropped)
         return self.model(
             batch.tokens,
             batch.labels,

@@ -79,30 +79,33 @@ class LossScaler:
 class Decision:
     """All ranks' decision about a step.
 
-    loss: mean token loss of the global batch in nats; None if no token counts. grad_norm: of the global gradient,
-    before clipping; NaN if it is not finite. update: whether all ranks update their parameters; otherwise none does.
-    is_finite: whether loss and norm are finite. overflowed: whether scaled gradients overflowed on any rank. stop:
-    whether any rank asked for the end of the run.
+    loss: mean token loss of the global batch in nats; None if no token counts. num_tokens: the weighted number of
+    tokens in that mean. grad_norm: of the global gradient, before clipping; NaN if it is not finite. update_successful:
+    whether all ranks update their parameters; otherwise none does. is_finite: whether loss and norm are finite.
+    overflowed: whether scaled gradients overflowed on any rank. stop_requested: whether any rank asked for the end of
+    the run.
     """
 
     loss: float | None
+    num_tokens: float
     grad_norm: float
-    update: bool
+    update_successful: bool
     is_finite: bool
     overflowed: bool
-    stop: bool
+    stop_requested: bool
 
 
 def agree_on_step(
-    loss: float, squared_norm: float, stop: bool, num_tokens: float, scaler: LossScaler | None, group: Group
+    loss: float, squared_norm: float, stop_requested: bool, num_tokens: float, scaler: LossScaler | None, group: Group
 ) -> Decision:
     """Collective: make one decision for all ranks, before the first of them has written a parameter.
 
-    loss, squared_norm: this rank's parts of the global batch's loss and of the squared gradient norm. stop: whether
-    this rank wants the run to end. num_tokens: in the global batch; 0 skips the step. group: all ranks. One overflow on
-    one rank makes the sum non-finite on all of them.
+    loss, squared_norm: this rank's parts of the global batch's loss and of the squared gradient norm. stop_requested:
+    whether this rank asks for the end of the run. num_tokens: in the global batch; 0 skips the step. group: all ranks.
+    One overflow on one rank makes the sum non-finite on all of them.
     """
-    vector = torch.tensor([loss, squared_norm, float(stop)], dtype=torch.float64, device=group.world.control_device)
+    mine = [loss, squared_norm, float(stop_requested)]
+    vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group)
     total, square, stops = vector.tolist()
     is_finite = math.isfinite(total) and math.isfinite(square)
@@ -112,9 +115,10 @@ def agree_on_step(
         scaler.update(overflowed)
     return Decision(
         loss=total if num_tokens else None,
+        num_tokens=num_tokens,
         grad_norm=math.sqrt(square) if is_finite else math.nan,
-        update=is_finite and num_tokens > 0,
+        update_successful=is_finite and num_tokens > 0,
         is_finite=is_finite,
         overflowed=overflowed,
-        stop=stops > 0,
+        stop_requested=stops > 0,
     )

@@ -8,12 +8,10 @@
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from minidist.comm import Meter, World, all_gather_object, bind
 from minidist.config import Config, to_toml
@@ -23,12 +21,11 @@ from minidist.errors import DamagedError, RunError, UserError
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parameters import Box
 from minidist.simple import checkpoint
-from minidist.simple.checkpoint import Shard
 from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.parallelize import group_specs, parallelize
+from minidist.simple.training_state import create_optimizer_states, state_shards
 
 
 @dataclass(frozen=True)
@@ -39,62 +36,113 @@ class Progress:
     consumed_samples: int = 0
 
 
+class LogLines:
+    """Observer that prints a line for each step, evaluation and checkpoint. is_on: whether it does, as on rank 0."""
+
+    def __init__(self, is_on: bool):
+        self.is_on = is_on
+
+    def on_step(self, trainer: "Trainer", decision: Decision) -> None:
+        """Print the outcome of a step, every `train.log_every` steps."""
+        step, train = trainer.progress.step, trainer.config.train
+        if decision.overflowed:
+            self.on_note(f"step {step}: gradients overflowed; the step was skipped, and the loss scale halved")
+        elif step % train.log_every == 0 or step in (1, train.steps):
+            loss = "no token counts" if decision.loss is None else f"loss {decision.loss:.4f}"
+            self.on_note(f"step {step}: {loss}, gradient norm {decision.grad_norm:.3f}, {trainer.step_time_s:.3f} s")
+
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
+        """Print the held-out loss in nats; with more than one model, it is the mean of theirs."""
+        self.on_note(f"step {step}: held-out loss {loss:.4f}")
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Print the folder of a checkpoint that has just been saved."""
+        self.on_note(f"checkpoint: {path}")
+
+    def on_note(self, line: str) -> None:
+        """Print a line."""
+        if self.is_on:
+            print(line, flush=True)
+
+
 class Trainer:
     """One rank of a run. The constructor builds everything and resumes, if the run's folder has a checkpoint.
 
-    log: called on rank 0 with a line of text. is_stop_requested: whether this rank asks for the end of the run, as
-    after a signal; all ranks stop after the same step. Raises UserError on all ranks if the run is impossible.
+    observers: objects with some of the methods of `LogLines` and `on_end(trainer, summary)`; each is called on every
+    rank. meter: counts the bytes that this rank sends. Raises UserError on all ranks if the run is impossible.
     """
 
-    def __init__(
-        self,
-        world: World,
-        config: Config,
-        log: Callable[[str], None] = print,
-        is_stop_requested: Callable[[], bool] = lambda: False,
-    ):
-        self.world, self.config = world, config
-        self.is_stop_requested = is_stop_requested
-        self.log = log if world.rank == 0 else lambda line: None
+    def __init__(self, world: World, config: Config, observers: Sequence[Any] = (), meter: Meter | None = None):
+        self.world, self.config, self.observers = world, config, tuple(observers)
         self.mesh = config.mesh_of(world.size)
-        self.groups = bind(world, self.mesh, group_specs(self.mesh, config), meter=Meter(keep=False))
+        self.groups = bind(world, self.mesh, group_specs(self.mesh, config), meter=meter or Meter(keep=False))
         self.control = self.groups["control"]
-        data, train = config.data, config.train
-        self.corpus = checkpoint.on_all_ranks(lambda: open_corpus(data.source, data.path, data.seq_len), self.control)[
-            world.rank
-        ]
+        fingerprints = checkpoint.on_all_ranks(self.open_corpus, self.control)
+        if len(set(fingerprints)) > 1:
+            raise UserError("the ranks read different texts: give all of them the same --data.path.")
+        self.folder, checkpoints = self.open_folder()
+        self.config_text = to_toml(config)  # saved in checkpoints
+        model = Transformer(config.model)
+        init_parameters(model, config.train.seed)
+        self.engine = Engine(parallelize(model.to(world.device), self.groups, config), self.groups, config)
+        self.progress, self.step_time_s = Progress(), 0.0
+        self.resumed_from = self.resume(checkpoints)
+
+    def open_corpus(self) -> str:
+        """Open the text and its loaders; return its fingerprint. Raises UserError if the model has too few tokens."""
+        data, train, vocab_size = self.config.data, self.config.train, self.config.model.vocab_size
+        self.corpus = open_corpus(data.source, data.path, data.seq_len)
+        if self.corpus.vocab_size > vocab_size:
+            raise UserError(
+                f"the corpus has {self.corpus.vocab_size} different tokens, the model {vocab_size}: "
+                f"give --model.vocab-size {self.corpus.vocab_size} or more."
+            )
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
-        model = Transformer(config.model)
-        init_parameters(model, train.seed)
-        self.engine = Engine(parallelize(model.to(world.device), self.groups, config), self.groups, config)
-        self.progress = Progress()
-        self.checkpoints = Path(config.folder) / "checkpoints"
-        self.resume()
+        return self.corpus.fingerprint
+
+    def open_folder(self) -> tuple[Path, list[Path]]:
+        """Collective: return the run's folder, and the checkpoints to try to resume from, in this order."""
+        folder = Path(self.config.folder)
+        # Rank 0's list: another rank may see a checkpoint a moment later.
+        return folder, all_gather_object(checkpoint.complete_checkpoints(folder / "checkpoints")[::-1], self.control)[0]
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call the method `event` of all observers that have it."""
+        for observer in self.observers:
+            if hasattr(observer, event):
+                getattr(observer, event)(*args)
+
+    def is_stop_requested(self) -> bool:
+        """Return whether this rank asks for the end of the run; all ranks then stop after the same step."""
+        return False
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
         train, every = self.config.train, self.config.checkpoint.every
-        stopped = False
-        while self.progress.step < train.steps and not stopped:
-            begin_s = time.perf_counter()
+        is_stopped = False
+        while self.progress.step < train.steps and not is_stopped:
             decision = self.step()
-            step, stopped = self.progress.step, decision.stop
-            if step % train.log_every == 0 or step in (1, train.steps):
-                self.log(format_step(step, decision, time.perf_counter() - begin_s))
-            if train.eval_every and step % train.eval_every == 0 and step < train.steps and not stopped:
+            step, is_last = self.progress.step, self.progress.step == train.steps
+            self.notify("on_step", self, decision)
+            if train.eval_every and step % train.eval_every == 0 and not is_last and not decision.stop_requested:
                 self.evaluate()
-            if (every and step % every == 0) or step == train.steps or stopped:
+            is_stopped = self.agree_on_stop(decision)
+            if (every and step % every == 0) or is_last or is_stopped:
                 self.save()
-        summary = {"step": self.progress.step, "stopped": stopped, "folder": str(self.config.folder)}
-        if not stopped:
+        self.notify("on_last_step", self)
+        is_stopped = is_stopped and self.progress.step < train.steps
+        summary = {"step": self.progress.step, "stopped": is_stopped, "folder": str(self.folder)}
+        if not is_stopped:
             summary["held_out_loss"] = self.evaluate()
+        self.notify("on_end", self, summary)
         return summary
 
     def step(self) -> Decision:
         """Collective: train on the next global batch. Raises RunError if the loss or a gradient is not finite."""
+        begin_s = time.perf_counter()
         config, step = self.config, self.progress.step
         data, train = config.data, config.train
         dp_rank = self.mesh.coords(self.world.rank)["dp"]
@@ -106,65 +154,60 @@ class Trainer:
         decision = self.engine.step(step, batches, lr, weight, self.is_stop_requested())
         scaler = self.engine.scaler
         if not decision.is_finite and (not decision.overflowed or scaler.exhausted):
-            raise RunError(f"step {step + 1}: the loss or a gradient is not finite: lower --optim.lr")
+            raise RunError(f"step {step + 1}: the loss or a gradient is not finite. Lower --optim.lr.")
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
+        self.step_time_s = time.perf_counter() - begin_s
         return decision
+
+    def agree_on_stop(self, decision: Decision) -> bool:
+        """Collective: return whether any rank asks for the end. Replicas that train separately meet in merges only."""
+        merger = self.engine.merger
+        if merger is None:
+            return decision.stop_requested
+        if merger.num_different_models > 1:
+            return False
+        return any(all_gather_object(self.is_stop_requested(), self.control))
 
     def evaluate(self) -> float:
         """Collective: return the mean loss of the held-out samples, in nats per token."""
-        dp_rank = self.mesh.coords(self.world.rank)["dp"]
+        dp_rank, merger = self.mesh.coords(self.world.rank)["dp"], self.engine.merger
         num_samples = self.held_out.num_samples
         per_micro_batch = max(1, self.config.train.global_batch // self.config.train.micro_batches)
         num_batches = -(-num_samples // per_micro_batch)
         loss = self.engine.evaluate(self.held_out.micro_batches(0, num_samples, dp_rank, self.mesh.dp, num_batches))
-        self.log(f"step {self.progress.step}: held-out loss {loss:.4f}")
+        self.notify("on_evaluation", self.progress.step, loss, 1 if merger is None else merger.num_different_models)
         return loss
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def shards(self) -> list[Shard]:
-        """Return this rank's shards of the whole training state: masters and optimizer states."""
-        rank, engine = self.world.rank, self.engine
-        shards = []
-        for name, master in engine.reducer.masters.items():
-            spec = engine.parallel.master_specs[name]
-            shards += checkpoint.make_shards("params", spec, master, rank)
-            for key, value in engine.optimizer.state[master].items():
-                if value.dim():
-                    shards += checkpoint.make_shards(f"optimizer.{key}", spec, value, rank)
-                else:  # AdamW's number of steps: saved by the rank with the parameter's first element
-                    has_first = not any(spec.boxes[0].start)
-                    is_saved_here = has_first and spec.owner == rank
-                    shards.append(Shard(f"optimizer.{key}/{name}", (), Box((), ()), value, is_saved_here))
-        return shards
-
     def save(self) -> None:
         """Collective: save all that decides how the run goes on, and delete old checkpoints."""
-        scaler = self.engine.scaler
+        scaler, step, root = self.engine.scaler, self.progress.step, self.folder / "checkpoints"
         state = {
-            "config": to_toml(self.config),
-            "step": self.progress.step,
+            "config": self.config_text,
+            "step": step,
             "position": self.progress.consumed_samples,
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.describe(),
-            "replicas": 1,
+            "replicas": self.config.num_replicas(self.mesh),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
-        path = checkpoint.save(self.checkpoints, self.progress.step, self.shards(), state, self.control)
+        path = checkpoint.save(root, step, state_shards(self.engine), state, self.control)
         if self.world.rank == 0:
-            checkpoint.prune(self.checkpoints, self.config.checkpoint.keep)
-        self.log(f"checkpoint: {path}")
+            checkpoint.prune(root, self.config.checkpoint.keep)
+        self.notify("on_checkpoint", path)
 
-    def resume(self) -> None:
-        """Collective: load the newest intact checkpoint of the run's folder, if there is one."""
-        # Rank 0's list: another rank may see a checkpoint a moment later.
-        for path in reversed(all_gather_object(checkpoint.complete_checkpoints(self.checkpoints), self.control)[0]):
+    def resume(self, paths: Sequence[Path]) -> Path | None:
+        """Collective: load the first intact checkpoint; return its path, None if there is no checkpoint at all."""
+        for path in paths:
             try:
                 self.load(path)
-                self.log(f"resumed from {path}")
-                return
+                return path
             except DamagedError as error:
-                self.log(f"{error}; trying the checkpoint before it")
+                if path == paths[-1]:
+                    raise
+                self.notify("on_note", f"{error} Trying the checkpoint before it.")
+        return None
 
     def load(self, path: Path) -> None:
         """Collective: continue from a checkpoint that any layout, and either engine, has saved."""
@@ -172,34 +215,16 @@ class Trainer:
         if index["state"]["corpus"] != self.corpus.fingerprint:
             raise UserError(
                 f"{path} was trained on another corpus ({index['state']['corpus_name']}) than this run has "
-                f"({self.corpus.describe()}): give the same --data.source or --data.path, or another --folder"
+                f"({self.corpus.describe()}): give the same --data.source or --data.path, or another --folder."
             )
-        self.create_optimizer_states(index["tensors"])
-        state = checkpoint.load(path, self.shards(), self.control)["state"]
+        create_optimizer_states(self.engine, index["tensors"])
+        state = checkpoint.load(path, state_shards(self.engine), self.control)["state"]
         self.engine.reducer.update_parameters()
         if self.engine.scaler is not None and state["loss_scaler"]:
             self.engine.scaler.load_state_dict(state["loss_scaler"])
         self.progress = Progress(state["step"], state["position"])
 
-    def create_optimizer_states(self, tensors: dict[str, dict]) -> None:
-        """Create the optimizer states that a checkpoint has, which the optimizer would create in its first step."""
-        for name, master in self.engine.reducer.masters.items():
-            for stored, entry in tensors.items():
-                kind, _, parameter = stored.partition("/")
-                if parameter == name and kind.startswith("optimizer."):
-                    shape = master.shape if entry["shape"] else ()
-                    value = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]), device=master.device)
-                    self.engine.optimizer.state[master][kind.removeprefix("optimizer.")] = value
 
-
-def train(world: World, config: Config, **options: Any) -> dict[str, Any]:
-    """Collective: train as `config` says; return the summary of the run. options: as `Trainer`."""
-    return Trainer(world, config, **options).run()
-
-
-def format_step(step: int, decision: Decision, step_time_s: float) -> str:
-    """Return the log line of a step."""
-    if decision.overflowed:
-        return f"step {step}: gradients overflowed; the step was skipped, and the loss scale halved"
-    loss = "no token counts" if decision.loss is None else f"loss {decision.loss:.4f}"
-    return f"step {step}: {loss}, gradient norm {decision.grad_norm:.3f}, {1e3 * step_time_s:.0f} ms"
+def train(world: World, config: Config) -> dict[str, Any]:
+    """Collective: train as `config` says, and print a line for each logged step; return the summary of the run."""
+    return Trainer(world, config, [LogLines(world.rank == 0)]).run()

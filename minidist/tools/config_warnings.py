@@ -51,7 +51,7 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
     ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
     ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
     ("zero.keep_last_block zero.prefetch comm.bucket_mib", lambda c, m: c.engine == "fast" or not c.zero.stage,
-     "engine is simple, whose ZeRO has no buckets, gathers no block ahead and keeps none"),
+     "engine is mixed, whose ZeRO has no buckets, gathers no block ahead and keeps none"),
     ("precision.initial_scale precision.growth_interval precision.max_overflows",
      lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
     ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),

@@ -11,7 +11,7 @@ from tests.helpers.small_run import read_curve, small_config, train_small, with_
 def train_simple(world, config, steps=None):
     """Train, at most to step `steps`; return the losses and norms of each step, and the summary."""
     rows = []
-    trainer = Trainer(world, config, log=lambda line: None)
+    trainer = Trainer(world, config)
     step = trainer.step
 
     def recorded_step():

@@ -104,9 +104,9 @@ def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
     Raises UserError for a run that `minidist train` would refuse, and for the simple version of ZeRO.
     """
     layout = plan_layout(config, world_size)
-    if config.engine == "simple" and config.zero.stage:
+    if config.engine == "mixed" and config.zero.stage:
         raise UserError(
-            f"engine is simple and zero.stage is {config.zero.stage}, which have no estimate: give --engine fast. "
+            f"engine is mixed and zero.stage is {config.zero.stage}, which have no estimate: give --engine fast. "
             "Parameters, gradients and optimizer states take as many bytes, up to padding; temporary buffers differ."
         )
     traffic = Traffic(layout)

@@ -23,14 +23,12 @@ def make_masters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     These masters are copies in float32 of what the parameters were before, or the parameters themselves if `dtype` is
     not narrower. An update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
     """
+    is_narrow = torch.promote_types(dtype, torch.float32) != dtype
     masters = {}
     for name, parameter in named_parameters(model).items():
-        if torch.promote_types(dtype, torch.float32) == dtype:
-            parameter.data = parameter.data.to(dtype)
-            masters[name] = parameter
-        else:
-            masters[name] = parameter.detach().to(torch.float32, copy=True)
-            parameter.data = parameter.data.to(dtype)
+        if parameter.requires_grad:
+            masters[name] = parameter.detach().to(torch.float32, copy=True) if is_narrow else parameter
+        parameter.data = parameter.data.to(dtype)
     return masters
 
 

@@ -1,17 +1,18 @@
 """Composition: all parallelisms of a layout, applied to one plain model in one fixed order.
 
 `group_specs` declares the process groups, `parallelize` returns this rank's part of the model with its gradient
-reducer, `describe_parameters` says which box of each global tensor this rank holds, and which ranks hold the same one.
+reducer, `describe_tensors` says which box of each global tensor this rank holds, and which ranks hold the same one.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 
-from minidist.comm import Groups, GroupSpec
+from minidist.comm import Groups, GroupSpec, all_gather_object
 from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.parameters import Box, ParamSpec, flat_boxes, named_parameters
@@ -68,9 +69,9 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
 
 @dataclass
 class ParallelModel:
-    """This rank's part of a model. specs: of its parameters, by name. layers: the range of layers of its stage.
+    """This rank's part of a model.
 
-    reducer: sums gradients over the ranks; its masters are what the optimizer updates. master_specs: which elements of
+    specs: of its parameters and buffers, by name. layers: the range of layers of its stage. reducer: sums gradients over the ranks; its masters are what the optimizer updates. master_specs: which elements of
     the global parameters these are. pipeline, tied, scaler: None without pipeline, tied embedding or loss scaling.
     """
 
@@ -91,7 +92,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     """
     mesh, rank = groups.mesh, groups.world.rank
     broadcast_model(model, groups["control"])
-    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     layers = stage_layers(config.model.num_layers, mesh.pp, mesh.coords(rank)["pp"])
     if mesh.pp > 1:
         keep_stage_modules(model, layers)
@@ -103,9 +104,9 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         for index in layers:
             recompute_block(model.model.layers[index])
     masters = make_masters(model, COMPUTE_DTYPES[config.precision.policy])
-    specs = describe_parameters(model, shapes, groups)
+    specs = describe_tensors(model, shapes, groups)
     reducer = make_reducer(model, layers, masters, groups, config)
-    parallel = ParallelModel(model, specs, layers, reducer, dict(specs))
+    parallel = ParallelModel(model, specs, layers, reducer, {name: specs[name] for name in masters})
     if config.zero.stage:
         parallel.master_specs = describe_shards(specs, reducer, groups)
     if config.precision.policy == "fp16":
@@ -122,8 +123,8 @@ def make_reducer(
     if config.zero.stage:
         blocks = {model.model.layers[index]: [] for index in layers}
         for name in parameters:
-            if name.startswith("model.layers."):
-                blocks[model.model.layers[int(name.split(".")[2])]].append(name)
+            if match := re.match(r"model\.layers\.(\d+)\.\w+\.", name):  # of a module of a layer
+                blocks[model.model.layers[int(match[1])]].append(name)
         stages = {1: ZeroStage1, 2: ZeroStage2, 3: partial(ZeroStage3, prefetch=config.zero.prefetch)}
         return stages[config.zero.stage](parameters, masters, blocks, groups["grads"])
     num_micro_batches = config.train.micro_batches
@@ -152,24 +153,28 @@ def connect_backward(parallel: ParallelModel, groups: Groups, config: Config) ->
 # -- who holds what ---------------------------------------------------------------------------------------------------
 
 
-def describe_parameters(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], groups: Groups
-) -> dict[str, ParamSpec]:
-    """Return the spec of each parameter of this rank: its box of the global tensor, and all ranks with the same box.
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model by name."""
+    return {**named_parameters(model), **dict(model.named_buffers())}
 
-    shapes: of the unsplit model's parameters, by name.
+
+def describe_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> dict[str, ParamSpec]:
+    """Collective: return the spec of each parameter and buffer of this rank: its box of the global tensor, and all
+    ranks with the same box.
+
+    shapes: of the unsplit model's tensors, by name.
     """
     mesh = groups.mesh
     home = mesh.coords(groups.world.rank)
+    names_of_ranks = all_gather_object(list(named_tensors(model)), groups["control"])
     specs = {}
-    for name, parameter in named_parameters(model).items():
-        own, full = tuple(parameter.shape), shapes[name]
-        num_shards = math.prod(full) // parameter.numel()  # over tp; fewer than ranks for few key-value heads
+    for name, tensor in named_tensors(model).items():
+        own, full = tuple(tensor.shape), shapes[name]
+        num_shards = math.prod(full) // tensor.numel()  # over tp; fewer than ranks for few key-value heads
         index = home["tp"] * num_shards // mesh.tp
         start = tuple(index * a if a < b else 0 for a, b in zip(own, full, strict=True))
         box = Box(start, tuple(a + b for a, b in zip(start, own, strict=True)))
-        is_tied = name == EMBEDDING and model.config.tie_embeddings
-        stages = {0, mesh.pp - 1} if is_tied else {home["pp"]}
+        stages = {mesh.coords(peer)["pp"] for peer, names in enumerate(names_of_ranks) if name in names}
         tp_coords = [tp for tp in range(mesh.tp) if tp * num_shards // mesh.tp == index]
         replicas = [
             mesh.rank(**{**mesh.coords(peer), "pp": stage, "tp": tp})

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from minidist.parameters import Box, named_parameters
+from minidist.parameters import Box
 from minidist.simple.checkpoint import Shard, make_shards
 from minidist.simple.engine import Engine
+from minidist.simple.parallelize import named_tensors
 
 
 def state_shards(engine: Engine) -> list[Shard]:
@@ -24,13 +26,10 @@ def state_shards(engine: Engine) -> list[Shard]:
             else:  # AdamW's number of steps: saved by the rank with the parameter's first element
                 is_saved_here = specs[name].owner == rank and not any(specs[name].boxes[0].start)
                 shards.append(Shard(f"{prefix}optimizer.{key}/{name}", (), Box((), ()), value, is_saved_here))
-    for name, parameter in named_parameters(engine.model).items():
-        if not parameter.requires_grad:
-            shards += make_shards(f"{prefix}params", engine.parallel.specs[name], parameter, rank)
-    is_first = rank == engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)[0]  # of the ranks with the same buffers
-    for name, buffer in engine.model.named_buffers():
-        shape = tuple(buffer.shape)
-        shards.append(Shard(f"buffers/{name}", shape, Box.whole(shape), buffer, is_first))
+    for name, tensor in named_tensors(engine.model).items():
+        if not tensor.requires_grad:
+            kind = f"{prefix}params" if isinstance(tensor, nn.Parameter) else "buffers"
+            shards += make_shards(kind, engine.parallel.specs[name], tensor, rank)
     if merger is not None:
         tokens = merger.num_tokens
         shards.append(Shard(f"{prefix}merge/tokens", (1,), Box.whole((1,)), tokens, engine.control.rank == 0))

@@ -412,6 +412,12 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
         (config.comm.algorithm == "backend", f"comm.algorithm {config.comm.algorithm}", "--comm.algorithm backend"),
         (not config.compile, "compile true", "--no-compile"),
         (config.recompute != "selective", "recompute selective", "--recompute block"),
+        # Recomputation gives both halves of a backward at once.
+        (
+            config.recompute == "none" or schedule != "zb-h1",
+            f"recompute {config.recompute} with parallel.schedule zb-h1",
+            "--parallel.schedule 1f1b",
+        ),
         (not set_dtypes, f"dtypes of their own ({' '.join(set_dtypes)})", "--precision.policy alone"),
         (
             precision.loss_scale != "dynamic" or precision.policy == "fp16",
@@ -437,8 +443,13 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
             f"train.max-skipped-steps {config.train.max_skipped_steps}",
             "--train.max-skipped-steps 0",
         ),
-        (config.checkpoint.keep_every == 0, "checkpoint.keep-every", "--checkpoint.keep-every 0"),
-        (config.memory.file is None, "memory.file", "no --memory"),
+        (
+            config.checkpoint.keep_every == 0,
+            f"checkpoint.keep-every {config.checkpoint.keep_every}",
+            "--checkpoint.keep-every 0",
+        ),
+        (config.memory.file is None, f"memory.file {config.memory.file}", "no --memory"),
+        (config.trace.file is None, f"trace.file {config.trace.file}", "no --trace"),
     )
 
 

@@ -71,8 +71,9 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
 class ParallelModel:
     """This rank's part of a model.
 
-    specs: of its parameters and buffers, by name. layers: the range of layers of its stage. reducer: sums gradients over the ranks; its masters are what the optimizer updates. master_specs: which elements of
-    the global parameters these are. pipeline, tied, scaler: None without pipeline, tied embedding or loss scaling.
+    specs: of its parameters and buffers, by name. layers: the range of layers of its stage. reducer: sums gradients
+    over the ranks; its masters are what the optimizer updates. master_specs: which elements of the global parameters
+    these are. pipeline, tied, scaler: None without pipeline, tied embedding or loss scaling.
     """
 
     model: nn.Module

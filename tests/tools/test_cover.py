@@ -34,9 +34,7 @@ IMPOSSIBLE |= {
 # The simple engine has no masters, and versions of its own for some kinds of gradient reduction only.
 SIMPLE_GRADIENTS = ("bucketed", "zero1", "zero2", "zero3", "zero3-freed")
 IMPOSSIBLE |= {("dtype", half, "engine", "mixed") for half in ("bf16", "fp16")}
-IMPOSSIBLE |= {
-    ("gradients", kind, "engine", "mixed") for kind in SWITCHES["gradients"] if kind not in SIMPLE_GRADIENTS
-}
+IMPOSSIBLE |= {("gradients", kind, "engine", "mixed") for kind in SWITCHES["gradients"] if kind not in SIMPLE_GRADIENTS}
 
 
 def simple_engine_can_run(pp: int, dp: int, cp: int, tp: int) -> bool:

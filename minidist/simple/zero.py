@@ -153,7 +153,7 @@ class ZeroStage1(NaiveReducer):
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Collective: round the masters to the shards; all-gather these, but in stage 3, which does when it needs to."""
+        """Collective: round the masters to the shards, and all-gather these; stage 3 does when it needs them."""
         for flat in self.flat_params:
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)

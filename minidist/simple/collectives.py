@@ -39,9 +39,6 @@ def exchange(
         COMBINE[op](target, received, out=target)
 
 
-# -- tree -------------------------------------------------------------------------------------------------------------
-
-
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
     """Collective: overwrite `tensor` with rank `src`'s. In each round, every rank that has it sends it to one more."""
     size = group.size
@@ -69,9 +66,6 @@ def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
         elif place < distance and place + distance < size:
             exchange(group, recv=(tensor, (group.rank + distance) % size), op=op)
         distance //= 2
-
-
-# -- ring -------------------------------------------------------------------------------------------------------------
 
 
 def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
@@ -103,9 +97,6 @@ def ring_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     chunks = list(tensor.view(-1).tensor_split(group.size))  # lengths differ by at most one, and may be 0
     ring_reduce_scatter(chunks, group, op)
     ring_all_gather(chunks, group)
-
-
-# -- halving and doubling ---------------------------------------------------------------------------------------------
 
 
 def halving_doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
@@ -144,9 +135,6 @@ def halve_and_double(flat: Tensor, ranks: list[int], group: Group, op: str) -> N
     exchange(group, send=(sent, partner), recv=(kept, partner), op=op)
     halve_and_double(kept, ranks[:middle] if index < middle else ranks[middle:], group, op)
     exchange(group, send=(kept, partner), recv=(sent, partner))
-
-
-# -- cost -------------------------------------------------------------------------------------------------------------
 
 
 def time_s(algorithm: str, num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce, broadcast
 
+Tensors = Mapping[str, Tensor]  # by the names of parameters
+
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
     """Collective: overwrite all parameters and buffers with those of group rank 0, so that the replicas start equal."""
@@ -60,13 +62,7 @@ class NaiveReducer:
     that this rank has added in this step.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        masters: Mapping[str, Tensor],
-        group: Group,
-        num_micro_batches: int = 1,
-    ):
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, num_micro_batches: int = 1):
         self.parameters, self.masters, self.group = dict(parameters), dict(masters), group
         self.num_micro_batches = num_micro_batches
         self.sums = self.allocate_sums()
@@ -147,14 +143,11 @@ class BucketedReducer(NaiveReducer):
     def assign_buckets(self) -> list[list[str]]:
         """Return the names in each bucket. Backward computes gradients in about the reverse order of the model."""
         buckets: list[list[str]] = [[]]
-        filled = 0
         for name in reversed(self.parameters):
-            size = self.masters[name].nbytes
-            if buckets[-1] and filled + size > self.bucket_bytes:
+            filled = sum(self.masters[each].nbytes for each in buckets[-1])
+            if buckets[-1] and filled + self.masters[name].nbytes > self.bucket_bytes:
                 buckets.append([])
-                filled = 0
             buckets[-1].append(name)
-            filled += size
         return buckets
 
     def add(self, name: str, gradient: Tensor) -> None:

@@ -175,7 +175,8 @@ class PipelineExecutor:
         if not self.is_last:
             message = out.detach().contiguous()
             self.sends.append(send(message, self.activations.rank + 1, self.activations, async_op=True))
-        self.in_flight[micro_batch] = hidden, out
+        if torch.is_grad_enabled():  # there will be a backward
+            self.in_flight[micro_batch] = hidden, out
         self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
 
     def backward(self, micro_batch: int) -> None:

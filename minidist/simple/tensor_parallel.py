@@ -30,22 +30,6 @@ def sum_over_ranks(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return total
 
 
-def gather_along(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Collective: return the ranks' `x`, concatenated along `dim` in rank order."""
-    own = x.detach().movedim(dim, 0).contiguous()
-    full = own.new_empty(group.size * own.shape[0], *own.shape[1:])
-    all_gather(full, own, group)
-    return full.movedim(0, dim)
-
-
-def reduce_scatter_along(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Collective: return this rank's of n equal slices, along `dim`, of the sum of the ranks' `x`."""
-    full = x.detach().movedim(dim, 0).contiguous()
-    own = full.new_empty(full.shape[0] // group.size, *full.shape[1:])
-    reduce_scatter(own, full, group)
-    return own.movedim(0, dim)
-
-
 class RegionOperator(Function):
     """`RegionOperator.apply(x, forward, backward)` returns `forward(x)`, and applies `backward` to the gradient."""
 
@@ -91,21 +75,17 @@ class SequenceParallelRegion(Region):
 
     def gather(self, x: Tensor) -> Tensor:
         """Collective: give every rank all tokens, (b, s / n, h) -> (b, s, h)."""
-        return gather_along(x, 1, self.group)
+        own = x.movedim(1, 0).contiguous()
+        full = own.new_empty(self.group.size * len(own), *own.shape[1:])
+        all_gather(full, own, self.group)
+        return full.movedim(0, 1)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Collective: sum the ranks' partial results of this rank's tokens, (b, s, h) -> (b, s / n, h)."""
-        return reduce_scatter_along(x, 1, self.group)
-
-
-def gather_features(x: Tensor, group: Group) -> Tensor:
-    """Collective: give every rank all features, (..., f) -> (..., n * f): the naive way, for what all ranks repeat.
-
-    Their gradients are equal, so each keeps its slice of its own: a sum would count the same gradient n times.
-    """
-    return RegionOperator.apply(
-        x, partial(gather_along, dim=-1, group=group), lambda grad: grad.chunk(group.size, -1)[group.rank]
-    )
+        full = x.movedim(1, 0).contiguous()
+        own = full.new_empty(len(full) // self.group.size, *full.shape[1:])
+        reduce_scatter(own, full, self.group)
+        return own.movedim(0, 1)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_gather, reduce_scatter
-from minidist.simple.data_parallel import NaiveReducer
+from minidist.simple.data_parallel import NaiveReducer, Tensors
+
+Blocks = Mapping[nn.Module, Sequence[str]]  # layers, in the order of forward, each with the names of its parameters
 
 
 class FlatParameter:
@@ -33,9 +35,7 @@ class FlatParameter:
     parameter.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], group: Group, own_shard: bool
-    ):
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, own_shard: bool):
         self.parameters, self.group = dict(parameters), group
         *offsets, numel = accumulate((parameter.numel() for parameter in parameters.values()), initial=0)
         self.offsets = dict(zip(parameters, offsets, strict=True))
@@ -69,14 +69,16 @@ class FlatParameter:
             flat[self.offsets[name] : self.offsets[name] + tensor.numel()] = tensor.detach().flatten()
         return flat
 
-    def start_gather(self) -> None:
-        """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards.
+    def gather(self, async_op: bool = False) -> None:
+        """Collective, if the buffer is freed: allocate it and all-gather its shards; wait for that unless `async_op`.
 
-        The parameters are views of it, and have their values after `wait`.
+        The parameters, which are views of the buffer, then have values.
         """
         if self.full.untyped_storage().size() == 0:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
+        if not async_op:
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the all-gather in flight, if any."""
@@ -93,9 +95,8 @@ class FlatParameter:
 class ZeroStage1(NaiveReducer):
     """Each rank updates its shard of every flat parameter, and so has optimizer states of this shard only.
 
-    parameters, masters: by name, as in `data_parallel.NaiveReducer`. blocks: the layers of the model, in the order of
-    forward, each with the names of its parameters; all other parameters, of the embedding, the final norm and the head,
-    are in the root. group: the ranks that have the same parameters and different tokens.
+    parameters, masters, group: as in `data_parallel.NaiveReducer`. blocks: the layers of the model; all other
+    parameters, of the embedding, the final norm and the head, are in the root.
 
     root: the flat parameter of the root, None on a pipeline stage without one. blocks: those of the blocks. masters:
     this rank's elements of each parameter, flat, which the optimizer updates. local: the gradients that are not yet
@@ -104,13 +105,7 @@ class ZeroStage1(NaiveReducer):
 
     shards_parameters = False
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        masters: Mapping[str, Tensor],
-        blocks: Mapping[nn.Module, Sequence[str]],
-        group: Group,
-    ):
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group):
         def make_flat(names: Sequence[str]) -> FlatParameter:
             return FlatParameter({name: parameters[name] for name in names}, masters, group, self.shards_parameters)
 
@@ -214,10 +209,9 @@ class ZeroStage3(ZeroStage2):
 
     def gather_block(self, index: int, following: int) -> None:
         """Collective: gather a block that is about to compute. following: the one after it, whose gather may start."""
-        self.blocks[index].start_gather()
-        self.blocks[index].wait()
+        self.blocks[index].gather()
         if self.prefetch and 0 <= following < len(self.blocks):
-            self.blocks[following].start_gather()
+            self.blocks[following].gather(async_op=True)
 
     def reduce(self, flat: FlatParameter) -> None:
         """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
@@ -227,8 +221,7 @@ class ZeroStage3(ZeroStage2):
     def gather_root(self) -> None:
         """Collective: gather the embedding, final norm and head, for the whole step or evaluation."""
         if self.root is not None:
-            self.root.start_gather()
-            self.root.wait()
+            self.root.gather()
 
     def free_root(self) -> None:
         """Free the root's parameters, and those of a block that was gathered ahead and not used."""

@@ -168,18 +168,14 @@ class ReplicaMerger:
 
     def __init__(self, config: ConsistencyConfig, masters: Mapping[str, Tensor], group: Group, num_steps: int):
         self.h, self.masters, self.group, self.num_steps = config.h, dict(masters), group, num_steps
-        self.num_tokens, self.outer = 0.0, None
+        self.num_tokens = 0.0
+        self.outer = None
         if config.mode == "diloco":
             self.outer = OuterStep(self.flatten(), config.outer_lr, config.outer_momentum)
 
     def flatten(self) -> Tensor:
         """Return a copy of all masters in one tensor."""
         return torch.cat([master.detach().flatten() for master in self.masters.values()])
-
-    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the views of a flat tensor that have the masters' shapes, by name."""
-        parts = flat.split([master.numel() for master in self.masters.values()])
-        return {name: part.view_as(self.masters[name]) for name, part in zip(self.masters, parts, strict=True)}
 
     def after_step(self, step: int, num_tokens: float) -> bool:
         """Collective over the replicas if a merge is due: merge the masters; return whether that has been done.
@@ -189,17 +185,26 @@ class ReplicaMerger:
         self.num_tokens += num_tokens
         if (step + 1) % self.h and step + 1 < self.num_steps:
             return False
-        flat, merge = self.flatten(), merge_replicas if self.outer is None else self.outer.step
-        merge(flat, self.num_tokens, self.group)
-        self.num_tokens = 0.0
+        flat, weight, self.num_tokens = self.flatten(), self.num_tokens, 0.0
+        if self.outer is None:
+            merge_replicas(flat, weight, self.group)
+        else:
+            self.outer.step(flat, weight, self.group)
+        parts = flat.split([master.numel() for master in self.masters.values()])
         with torch.no_grad():
-            for name, values in self.unflatten(flat).items():
-                self.masters[name].copy_(values)
+            for master, part in zip(self.masters.values(), parts, strict=True):
+                master.copy_(part.view_as(master))
         return True
 
     def outer_states(self) -> dict[str, dict[str, Tensor]]:
         """Return DiLoCo's states, which a checkpoint needs: {"outer.start": {name: tensor}, "outer.velocity": ...}."""
         if self.outer is None:
             return {}
-        flats = {"outer.start": self.outer.start, "outer.velocity": self.outer.velocity}
-        return {kind: self.unflatten(flat) for kind, flat in flats.items()}
+        sizes = [master.numel() for master in self.masters.values()]
+        return {
+            kind: {
+                name: part.view_as(self.masters[name])
+                for name, part in zip(self.masters, flat.split(sizes), strict=True)
+            }
+            for kind, flat in (("outer.start", self.outer.start), ("outer.velocity", self.outer.velocity))
+        }

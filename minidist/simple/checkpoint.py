@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,11 @@ def make_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[S
 
     kind: stands before the name. spec: the parameter's; its boxes follow one another in `tensor`.
     """
-    name, shards, start = f"{kind}/{spec.name}", [], 0
-    flat = tensor.detach().view(-1)
-    for box in spec.boxes:
-        part = flat[start : start + box.numel].view(box.shape)
-        shards.append(Shard(name, spec.shape, box, part, is_saved_here=spec.owner == rank))
-        start += box.numel
-    return shards
+    parts = tensor.detach().view(-1).split([box.numel for box in spec.boxes])
+    return [
+        Shard(f"{kind}/{spec.name}", spec.shape, box, part.view(box.shape), is_saved_here=spec.owner == rank)
+        for box, part in zip(spec.boxes, parts, strict=True)
+    ]
 
 
 def box_key(name: str, box: Box) -> str:
@@ -86,17 +85,16 @@ def on_all_ranks(action: Callable[[], Any], group: Group) -> list[Any]:
     A rank that raised by itself would leave the others waiting for it. Raises DamagedError or UserError if the action
     raised one, else RunError.
     """
-    result, failure = None, None
     try:
-        result = action()
+        outcome = action()
     except (UserError, OSError, ValueError) as error:
-        failure = type(error).__name__, str(error)
-    outcomes = all_gather_object((result, failure), group)
-    failures = {rank: failed for rank, (_, failed) in enumerate(outcomes) if failed}
-    if failures:
-        rank, (kind, message) = next(iter(failures.items()))
-        raise {"DamagedError": DamagedError, "UserError": UserError}.get(kind, RunError)(f"rank {rank}: {message}")
-    return [result for result, _ in outcomes]
+        kind = type(error) if isinstance(error, UserError) else RunError
+        outcome = kind(f"rank {group.rank}: {error}")
+    outcomes = all_gather_object(outcome, group)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
 
 
 # -- save -------------------------------------------------------------------------------------------------------------
@@ -120,13 +118,16 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
 
     def write_file() -> tuple[dict, list]:
         data = tensors_to_bytes({box_key(s.name, s.box): s.tensor.contiguous().cpu() for s in saved})
-        write_to_disk(partial / f"rank-{group.rank:05d}.safetensors", data)
+        file = partial / f"rank-{group.rank:05d}.safetensors"
+        file.write_bytes(data)
+        sync(file)
         boxes = [(s.name, s.dtype, s.shape, s.box.start, s.box.stop) for s in saved]
         return {"checksum": checksum(data), "bytes": len(data)}, boxes
 
     def commit() -> None:
         if group.rank == 0:
-            write_to_disk(partial / INDEX, format_index(step, state, written).encode())
+            (partial / INDEX).write_text(format_index(step, state, written))
+            sync(partial / INDEX)
             sync(partial)
             shutil.rmtree(folder, ignore_errors=True)  # the same step, saved before
             os.rename(partial, folder)
@@ -140,30 +141,20 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
 
 def format_index(step: int, state: dict, written: Sequence[tuple[dict, list]]) -> str:
     """Return the text of checkpoint.json. written: for each rank, the entry of its file and the boxes in it."""
-    files = {f"rank-{rank:05d}.safetensors": entry for rank, (entry, _) in enumerate(written)}
-    tensors: dict[str, dict] = {}
-    partitions: list[list] = []
-    for rank, (_, boxes) in enumerate(written):
+    files, tensors, partitions = {}, {}, {}
+    for rank, (entry, boxes) in enumerate(written):
+        files[f"rank-{rank:05d}.safetensors"] = entry
         for name, dtype, shape, start, stop in boxes:
-            if name not in tensors:
-                tensors[name] = {"dtype": dtype, "shape": shape, "partition": len(partitions)}
-                partitions.append([])
-            partitions[tensors[name]["partition"]].append([rank, start, stop])
-    body = {"step": step, "state": state, "checksum": CHECKSUM, "files": files}
-    body |= {"partitions": partitions, "tensors": tensors}
-    body = json.loads(json.dumps(body, allow_nan=False))  # as it will be read: tuples become lists
-    return json.dumps({"format": FORMAT, "sha256": index_digest(body), **body})
+            tensors.setdefault(name, {"dtype": dtype, "shape": shape, "partition": len(tensors)})
+            partitions.setdefault(name, []).append([rank, start, stop])
+    body = {"step": step, "state": state, "checksum": CHECKSUM, "files": files, "tensors": tensors}
+    body["partitions"] = list(partitions.values())
+    return json.dumps({"format": FORMAT, "sha256": index_digest(body), **body}, allow_nan=False)
 
 
 def index_digest(body: dict) -> str:
     """Return the SHA-256 of an index, without `format` and `sha256` themselves."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def write_to_disk(file: Path, data: bytes) -> None:
-    """Write a file, and wait until its bytes are on disk."""
-    file.write_bytes(data)
-    sync(file)
 
 
 def sync(path: Path) -> None:
@@ -206,15 +197,12 @@ def read_index(folder: Path) -> dict:
 
 def saved_boxes(index: Mapping[str, Any], name: str) -> list[tuple[str, Box]]:
     """Return where a tensor is saved, as (file, box). The fast trainer writes a flat range as two numbers."""
-    files, entry = sorted(index["files"]), index["tensors"][name]
-    boxes = []
+    files, entry, found = sorted(index["files"]), index["tensors"][name], []
     for number, start, stop in index["partitions"][entry["partition"]]:
-        if isinstance(start, int):
-            parts = flat_boxes(tuple(entry["shape"]), start, stop)
-        else:
-            parts = [Box(tuple(start), tuple(stop))]
-        boxes += [(files[number], box) for box in parts]
-    return boxes
+        is_flat = isinstance(start, int)
+        boxes = flat_boxes(tuple(entry["shape"]), start, stop) if is_flat else [Box(tuple(start), tuple(stop))]
+        found += [(files[number], box) for box in boxes]
+    return found
 
 
 def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
@@ -226,7 +214,8 @@ def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
     copies: list[tuple[Tensor, Tensor]] = []
 
     def read() -> dict:
-        index, files = read_index(folder), {}
+        index = read_index(folder)
+        read_file = cache(lambda file: read_tensors(folder / file, index["files"][file]["checksum"]))
         for shard in shards:
             entry = index["tensors"].get(shard.name)
             here = {"dtype": shard.dtype, "shape": list(shard.shape)}
@@ -234,14 +223,10 @@ def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
                 raise UserError(f"{shard.name} is {entry} in {folder}, and {here} in this run")
             found = 0
             for file, box in saved_boxes(index, shard.name):
-                overlap = box.intersect(shard.box) if shard.box.numel else None
-                if overlap is None:
-                    continue
-                if file not in files:
-                    files[file] = read_tensors(folder / file, index["files"][file]["checksum"])
-                values = files[file][box_key(shard.name, box)][overlap.slices_in(box)]
-                copies.append((shard.tensor[overlap.slices_in(shard.box)], values))
-                found += overlap.numel
+                if overlap := box.intersect(shard.box):
+                    values = read_file(file)[box_key(shard.name, box)][overlap.slices_in(box)]
+                    copies.append((shard.tensor[overlap.slices_in(shard.box)], values))
+                    found += overlap.numel
             if found != shard.box.numel:
                 raise DamagedError(f"{folder} has {found} of the {shard.box.numel} elements of {shard.name}")
         return index

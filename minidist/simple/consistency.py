@@ -23,9 +23,6 @@ LocalStep = Callable[[Tensor, int], None]  # (parameters, step): changes the par
 ComputeGradient = Callable[[Tensor, int], Tensor]  # (parameters, step) -> w_i * grad L_i(parameters)
 
 
-# -- a server ---------------------------------------------------------------------------------------------------------
-
-
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
@@ -118,9 +115,6 @@ class Server:
         self.update(self.parameters, request.gradient)
         self.staleness.append(len(self.staleness) - self.pulled_after[worker])
         return None
-
-
-# -- local steps ------------------------------------------------------------------------------------------------------
 
 
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:

@@ -16,8 +16,8 @@ from torch.autograd import Function
 from minidist.comm import Group, P2POp, all_to_all, batch_send_recv
 
 
-def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
-    """Return the positions of a rank's tokens in the full sequence, (s / n,) int64, ascending.
+def all_positions(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
+    """Return the positions of all ranks' tokens in the full sequence, (n, s / n) int64: row r is rank r's, ascending.
 
     Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk
     r from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks
@@ -27,18 +27,12 @@ def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Ten
     if seq_len % num_chunks:
         raise ValueError(f"seq_len={seq_len} cannot be cut into {num_chunks} equal chunks for cp={num_ranks}")
     chunks = torch.arange(seq_len).view(num_chunks, -1)
-    if num_chunks == num_ranks:
-        return chunks[rank]
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+    return chunks if num_chunks == num_ranks else torch.cat((chunks[:num_ranks], chunks.flip(0)[:num_ranks]), 1)
 
 
-def all_positions(local_len: int, group: Group, zigzag: bool) -> Tensor:
-    """Return every rank's positions, (n, s / n) int64: row r is rank r's. local_len: s / n."""
-    size = group.size
-    return torch.stack([rank_positions(local_len * size, size, rank, zigzag) for rank in range(size)])
-
-
-# -- ring attention ---------------------------------------------------------------------------------------------------
+def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
+    """Return the positions of one rank's tokens, (s / n,) int64, as `all_positions` does."""
+    return all_positions(seq_len, num_ranks, zigzag)[rank]
 
 
 def send_to_next(x: Tensor, group: Group) -> Tensor:
@@ -142,11 +136,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, zigz
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    positions = all_positions(query.shape[2], group, zigzag)
+    positions = all_positions(query.shape[2] * group.size, group.size, zigzag)
     return RingAttention.apply(query.to(wide), key.to(wide), value.to(wide), positions, group).to(query.dtype)
-
-
-# -- Ulysses ----------------------------------------------------------------------------------------------------------
 
 
 class SwapShards(Function):
@@ -158,7 +149,7 @@ class SwapShards(Function):
     @staticmethod
     def forward(ctx, x, split, join, group):
         ctx.split, ctx.join, ctx.group = split, join, group
-        sent = torch.stack(x.chunk(group.size, split)).contiguous()
+        sent = torch.stack(x.chunk(group.size, split))
         received = torch.empty_like(sent)
         all_to_all(received, sent, group)
         return torch.cat(received.unbind(), join)
@@ -178,7 +169,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, a
         raise ValueError(f"{query.shape[1]} query heads cannot be shared by {group.size} ranks: use ring attention")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    positions = all_positions(query.shape[2], group, zigzag).flatten().to(query.device)
+    positions = all_positions(query.shape[2] * group.size, group.size, zigzag).flatten().to(query.device)
     in_order = positions.argsort()
     query, key, value = (SwapShards.apply(x, 1, 2, group)[:, :, in_order] for x in (query, key, value))
     mixed = attend(query, key, value)  # (b, heads / n, s, d)
@@ -190,8 +181,7 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str) -> None:
     for layer in model.model.layers:
         if isinstance(layer, nn.Identity):  # on another pipeline stage
             continue
-        attention = layer.self_attn
         if kind == "ring":
-            attention.attend = partial(ring_attention, group=group)
+            layer.self_attn.attend = partial(ring_attention, group=group)
         else:
-            attention.attend = partial(ulysses_attention, group=group, attend=attention.attend)
+            layer.self_attn.attend = partial(ulysses_attention, group=group, attend=layer.self_attn.attend)

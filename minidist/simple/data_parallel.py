@@ -11,13 +11,14 @@ Both have the interface of every gradient reducer of this package:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce, broadcast
+
+Tensors = Mapping[str, Tensor]  # by the names of parameters
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
@@ -50,28 +51,25 @@ def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], add: Callabl
 
 
 class NaiveReducer:
-    """Gradient reducer with one all-reduce per parameter, after backward.
+    """Gradient reducer with one all-reduce per parameter, after backward; all others inherit its interface.
 
     parameters: what the model computes with, by name. masters: what the optimizer updates, by name: the parameters
     themselves, or wider copies of them (`mixed_precision.make_masters`); gradients are summed in their dtype. group:
     the ranks that have the same parameters and different tokens. num_micro_batches: how many gradients of each
     parameter come in a step.
+
+    sums: for each master, the tensor that becomes its `.grad`. num_added: for each parameter, the number of gradients
+    that this rank has added in this step.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        masters: Mapping[str, Tensor],
-        group: Group,
-        num_micro_batches: int = 1,
-    ):
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, num_micro_batches: int = 1):
         self.parameters, self.masters, self.group = dict(parameters), dict(masters), group
         self.num_micro_batches = num_micro_batches
         self.sums = self.allocate_sums()
         self.clear()
 
     def allocate_sums(self) -> dict[str, Tensor]:
-        """Return a tensor for the sum of each parameter's gradients, by name, in the parameter's shape."""
+        """Return a tensor for the sum of the gradients of each master, by name, in its shape."""
         return {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def clear(self) -> None:
@@ -87,13 +85,19 @@ class NaiveReducer:
         self.num_added[name] += 1
 
     def finish(self) -> None:
-        """Collective: all-reduce the gradients; set each master's `.grad`, to None if no rank used the parameter."""
-        # Every rank takes part in every all-reduce: a rank without data sends zeros.
-        used = torch.tensor([float(self.num_added[name] > 0) for name in self.parameters], device=self.device)
-        all_reduce(used, self.group)
-        for name, num_ranks in zip(self.parameters, used.tolist(), strict=True):
-            all_reduce(self.sums[name], self.group)
-            self.masters[name].grad = self.sums[name] if num_ranks else None
+        """Collective: complete the sums; set each master's `.grad`, to None if no rank used the parameter."""
+        self.reduce_sums()
+        used = [float(count > 0) for count in self.num_added.values()]
+        num_ranks = torch.tensor(used, device=next(iter(self.parameters.values())).device)
+        all_reduce(num_ranks, self.group)
+        for name, uses in zip(self.num_added, num_ranks.tolist(), strict=True):
+            if name in self.masters:
+                self.masters[name].grad = self.sums[name] if uses else None
+
+    def reduce_sums(self) -> None:
+        """Collective: sum over the ranks what is not yet summed. Every rank takes part, one without data with zeros."""
+        for total in self.sums.values():
+            all_reduce(total, self.group)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
@@ -111,30 +115,6 @@ class NaiveReducer:
     def free_root(self) -> None:
         """Called after an evaluation: parameters are kept (see `zero`)."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(iter(self.masters.values())).device
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Several gradients in one flat tensor, which one all-reduce sums.
-
-    names: of the parameters. flat: (n + len(names),): the n elements of the gradients, and then one number per
-    parameter: 1 if this rank used it, so that the sum is the number of ranks that did. handle: of the all-reduce in
-    flight.
-    """
-
-    names: list[str]
-    flat: Tensor
-    handle: Handle | None = None
-
-    def launch(self, used: list[bool], group: Group) -> None:
-        """Collective: start the all-reduce. used: for each of `names`, whether this rank has a gradient of it."""
-        self.flat[-len(self.names) :] = torch.tensor(used)
-        self.handle = all_reduce(self.flat, group, async_op=True)
-
 
 class BucketedReducer(NaiveReducer):
     """Gradient reducer that all-reduces flat buckets of several gradients, each while backward computes the next ones.
@@ -148,26 +128,26 @@ class BucketedReducer(NaiveReducer):
 
     def allocate_sums(self) -> dict[str, Tensor]:
         """Allocate the buckets; return each parameter's view of its bucket, by name, in the parameter's shape."""
-        self.buckets, sums = [], {}
+        self.buckets: list[tuple[list[str], Tensor]] = []  # names and flat tensor
+        self.handles: list[Handle] = []  # of the all-reduces in flight: of the first buckets
+        sums = {}
         for names in self.assign_buckets():
-            sizes = [self.masters[name].numel() for name in names]
-            flat = self.masters[names[0]].new_zeros(sum(sizes) + len(names))
-            self.buckets.append(Bucket(names, flat))
-            for name, view in zip(names, flat.split([*sizes, len(names)])[:-1], strict=True):
-                sums[name] = view.view(self.masters[name].shape)
+            masters = [self.masters[name] for name in names]
+            sizes = [master.numel() for master in masters]
+            flat = masters[0].new_zeros(sum(sizes))
+            self.buckets.append((names, flat))
+            for name, master, part in zip(names, masters, flat.split(sizes), strict=True):
+                sums[name] = part.view(master.shape)
         return sums
 
     def assign_buckets(self) -> list[list[str]]:
         """Return the names in each bucket. Backward computes gradients in about the reverse order of the model."""
         buckets: list[list[str]] = [[]]
-        filled = 0
         for name in reversed(self.parameters):
-            size = self.masters[name].nbytes
-            if buckets[-1] and filled + size > self.bucket_bytes:
+            filled = sum(self.masters[each].nbytes for each in buckets[-1])
+            if buckets[-1] and filled + self.masters[name].nbytes > self.bucket_bytes:
                 buckets.append([])
-                filled = 0
             buckets[-1].append(name)
-            filled += size
         return buckets
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -177,24 +157,15 @@ class BucketedReducer(NaiveReducer):
         all ranks launch all buckets in the same order, or two of them would wait for different buckets.
         """
         super().add(name, gradient)
-        for bucket in self.buckets:
-            if any(self.num_added[each] < self.num_micro_batches for each in bucket.names):
+        for names, flat in self.buckets[len(self.handles) :]:
+            if any(self.num_added[each] < self.num_micro_batches for each in names):
                 break
-            if bucket.handle is None:
-                self.launch(bucket)
+            self.handles.append(all_reduce(flat, self.group, async_op=True))
 
-    def launch(self, bucket: Bucket) -> None:
-        """Collective: start the all-reduce of a bucket."""
-        bucket.launch([self.num_added[name] > 0 for name in bucket.names], self.group)
-
-    def finish(self) -> None:
-        """Collective: launch the remaining buckets, wait for all of them, and set each master's `.grad`."""
-        for bucket in self.buckets:
-            if bucket.handle is None:
-                self.launch(bucket)
-        for bucket in self.buckets:
-            bucket.handle.wait(host=True)
-            bucket.handle = None
-            num_ranks = bucket.flat[-len(bucket.names) :].tolist()
-            for name, uses in zip(bucket.names, num_ranks, strict=True):
-                self.masters[name].grad = self.sums[name] if uses else None
+    def reduce_sums(self) -> None:
+        """Collective: start the remaining all-reduces, and wait for all of them."""
+        for _, flat in self.buckets[len(self.handles) :]:
+            self.handles.append(all_reduce(flat, self.group, async_op=True))
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()

@@ -7,6 +7,7 @@ micro-batches are in flight as there are later stages, not as there are micro-ba
 """
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +15,26 @@ from torch import Tensor, nn
 from minidist.comm import Group, Handle, all_reduce, recv, send
 
 Action = tuple[str, int]  # ("F", "B" or "W", micro-batch)
+RunStage = Callable[[int, Tensor | None], Tensor]  # (micro-batch, hidden states) -> hidden states or loss
+EmptyHidden = Callable[[int], Tensor]  # micro-batch -> a tensor for its hidden states
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> list[list[Action]]:
     """Return the actions of each stage, in order: all forwards, then all backwards."""
-    forwards = [("F", i) for i in range(num_micro_batches)]
-    backwards = [("B", i) for i in range(num_micro_batches)]
-    return [forwards + backwards for _ in range(num_stages)]
+    return [[(kind, i) for kind in "FB" for i in range(num_micro_batches)] for _ in range(num_stages)]
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> list[list[Action]]:
     """Return the actions of each stage, in order; stage p of n has at most n - p micro-batches in flight."""
-    schedule = []
-    for stage in range(num_stages):
+    schedule: list[list[Action]] = [[] for _ in range(num_stages)]
+    for stage, actions in enumerate(schedule):
         # The first gradient comes back after its micro-batch has passed all later stages.
         warm_up = min(num_stages - 1 - stage, num_micro_batches)
-        actions = [("F", i) for i in range(warm_up)]
-        for i in range(num_micro_batches - warm_up):
-            actions += [("F", warm_up + i), ("B", i)]
-        actions += [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
-        schedule.append(actions)
+        for i in range(num_micro_batches + warm_up):
+            if i < num_micro_batches:
+                actions.append(("F", i))
+            if i >= warm_up:
+                actions.append(("B", i - warm_up))
     return schedule
 
 
@@ -42,8 +43,7 @@ def split_backward(actions: list[Action]) -> list[Action]:
 
     Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else.
     """
-    result: list[Action] = []
-    waiting: list[Action] = []
+    result, waiting = [], []
     for kind, i in actions:
         result.append((kind, i))
         if kind == "B":
@@ -78,8 +78,7 @@ def keep_stage_modules(model: nn.Module, layers: range) -> None:
 
 def is_tied_over_stages(model: nn.Module, layers: range) -> bool:
     """Return whether this stage has one of the two replicas of a tied embedding, and another stage the other one."""
-    num_layers = model.config.num_layers
-    is_first, is_last = layers.start == 0, layers.stop == num_layers
+    is_first, is_last = layers.start == 0, layers.stop == model.config.num_layers
     return model.config.tie_embeddings and is_first != is_last
 
 
@@ -109,35 +108,29 @@ class TiedGradient:
         self.total = torch.zeros_like(self.total)
 
 
+@dataclass(eq=False)
 class PipelineExecutor:
     """Runs this stage's actions, and moves hidden states to the next stage and their gradients to the previous one.
 
     It cannot deadlock: sends are asynchronous, so a stage only ever waits for what an earlier action of a neighbour
     sends, and each direction has a process group of its own, in which transfers are in the order of the micro-batches.
 
-    actions: of this stage. activations, gradients: groups of all stages, in order. add: called with the name and the
-    gradient of a parameter by a split backward, whose gradients do not pass through hooks. parameters: of this stage,
-    by name. peak_in_flight: the largest number of micro-batches between their forward and the end of their backward.
+    actions: of this stage. activations, gradients: groups of all stages, in order. parameters: of this stage, by name.
+    add: called with the name and the gradient of a parameter by a split backward, whose gradients do not pass through
+    hooks. peak_in_flight: the largest number of micro-batches between their forward and the end of their backward.
     """
 
-    def __init__(
-        self,
-        actions: list[Action],
-        activations: Group,
-        gradients: Group,
-        parameters: dict[str, nn.Parameter],
-        add: Callable[[str, Tensor], None],
-    ):
-        self.actions, self.activations, self.gradients = actions, activations, gradients
-        self.parameters, self.add = parameters, add
-        self.is_split = any(kind == "W" for kind, _ in actions)
-        self.is_first, self.is_last = activations.rank == 0, activations.rank == activations.size - 1
-        self.peak_in_flight = 0
+    actions: list[Action]
+    activations: Group
+    gradients: Group
+    parameters: dict[str, nn.Parameter]
+    add: Callable[[str, Tensor], None]
+    peak_in_flight: int = 0
 
     def run(
         self,
-        run_stage: Callable[[int, Tensor | None], Tensor],
-        empty_hidden: Callable[[int], Tensor],
+        run_stage: RunStage,
+        empty_hidden: EmptyHidden,
         skip: Set[int] = frozenset(),
         on_backward_done: Callable[[], None] = lambda: None,
     ) -> None:
@@ -149,17 +142,27 @@ class PipelineExecutor:
         on_backward_done: called when this stage has done a micro-batch's backward.
         """
         self.run_stage, self.empty_hidden = run_stage, empty_hidden
+        self.is_first = self.activations.rank == 0
+        self.is_last = self.activations.rank == self.activations.size - 1
+        self.is_split = any(kind == "W" for kind, _ in self.actions)
         self.in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # hidden states that came in, output
-        self.split: dict[int, Tensor | None] = {}  # the output's gradient, until W
+        self.output_gradients: dict[int, Tensor | None] = {}  # between B and W
         self.sends: list[Handle] = []
         perform = {"F": self.forward, "B": self.backward, "W": self.weight_gradients}
         for kind, micro_batch in self.actions:
             if micro_batch not in skip:
                 perform[kind](micro_batch)
                 if kind == ("W" if self.is_split else "B"):
+                    del self.in_flight[micro_batch]
                     on_backward_done()
         for handle in self.sends:
             handle.wait()
+
+    @torch.no_grad()
+    def run_forward(self, run_stage: RunStage, empty_hidden: EmptyHidden, num_micro_batches: int) -> None:
+        """Collective over the stages: run the forwards of some micro-batches, without gradients; for evaluation."""
+        forwards = [("F", i) for i in range(num_micro_batches)]
+        replace(self, actions=forwards).run(run_stage, empty_hidden)
 
     def forward(self, micro_batch: int) -> None:
         """Receive hidden states from the previous stage, run the layers, and send the result to the next stage."""
@@ -172,48 +175,31 @@ class PipelineExecutor:
         if not self.is_last:
             message = out.detach().contiguous()
             self.sends.append(send(message, self.activations.rank + 1, self.activations, async_op=True))
-        self.in_flight[micro_batch] = hidden, out
+        if torch.is_grad_enabled():  # there will be a backward
+            self.in_flight[micro_batch] = hidden, out
         self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
 
     def backward(self, micro_batch: int) -> None:
         """Receive the output's gradient from the next stage, run backward, and send the input's to the previous one."""
-        hidden, out = self.in_flight[micro_batch] if self.is_split else self.in_flight.pop(micro_batch)
+        hidden, out = self.in_flight[micro_batch]
         grad = None  # of the loss: 1
         if not self.is_last:
             grad = self.empty_hidden(micro_batch)
             recv(grad, self.gradients.rank + 1, self.gradients)
-        if self.is_split:
-            self.split[micro_batch] = grad
-            grad_hidden = None
-            if hidden is not None:
-                (grad_hidden,) = torch.autograd.grad(out, hidden, grad, retain_graph=True)
-        else:
+        if not self.is_split:
             out.backward(grad)
-            grad_hidden = None if hidden is None else hidden.grad
+        elif not self.is_first:  # of the input alone
+            out.backward(grad, inputs=[hidden], retain_graph=True)
+        self.output_gradients[micro_batch] = grad
         if not self.is_first:
-            message = grad_hidden.contiguous()
+            message = hidden.grad.contiguous()
             self.sends.append(send(message, self.gradients.rank - 1, self.gradients, async_op=True))
 
     def weight_gradients(self, micro_batch: int) -> None:
         """Compute the gradients of this stage's parameters, the second half of a split backward."""
-        _, out = self.in_flight.pop(micro_batch)
-        grad = self.split.pop(micro_batch)
+        _, out = self.in_flight[micro_batch]
+        grad = self.output_gradients.pop(micro_batch)
         found = torch.autograd.grad(out, list(self.parameters.values()), grad, allow_unused=True)
         for name, gradient in zip(self.parameters, found, strict=True):
             if gradient is not None:
                 self.add(name, gradient)
-
-    @torch.no_grad()
-    def run_forward(
-        self,
-        run_stage: Callable[[int, Tensor | None], Tensor],
-        empty_hidden: Callable[[int], Tensor],
-        num_micro_batches: int,
-    ) -> None:
-        """Collective over the stages: run the forwards of some micro-batches, without gradients; for evaluation."""
-        self.run_stage, self.empty_hidden, self.in_flight, self.sends = run_stage, empty_hidden, {}, []
-        for micro_batch in range(num_micro_batches):
-            self.forward(micro_batch)
-            self.in_flight.clear()
-        for handle in self.sends:
-            handle.wait()

@@ -9,6 +9,8 @@ that norms and residuals between the layers see 1/n of the tokens (Korthikanti e
 Shapes: b samples, s tokens, h features, n ranks.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,118 +30,85 @@ def sum_over_ranks(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return total
 
 
-def gather_along(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Collective: return the ranks' `x`, concatenated along `dim` in rank order."""
-    own = x.detach().movedim(dim, 0).contiguous()
-    full = own.new_empty(group.size * own.shape[0], *own.shape[1:])
-    all_gather(full, own, group)
-    return full.movedim(0, dim)
-
-
-def reduce_scatter_along(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Collective: return this rank's of n equal slices, along `dim`, of the sum of the ranks' `x`."""
-    full = x.detach().movedim(dim, 0).contiguous()
-    own = full.new_empty(full.shape[0] // group.size, *full.shape[1:])
-    reduce_scatter(own, full, group)
-    return own.movedim(0, dim)
-
-
-class CopyToRegion(Function):
-    """Identity in forward, sum of the gradients in backward: each rank goes on to compute something else with `x`."""
+class RegionOperator(Function):
+    """`RegionOperator.apply(x, forward, backward)` returns `forward(x)`, and applies `backward` to the gradient."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, forward, backward):
+        ctx.apply_backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return sum_over_ranks(grad, ctx.group), None
-
-
-class ReduceFromRegion(Function):
-    """Sum in forward, identity in backward: the ranks have partial results, and all of them get their sum."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return sum_over_ranks(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class GatherSequence(Function):
-    """All-gather in forward, reduce-scatter in backward: `CopyToRegion` for tokens that are sharded, (b, s / n, h)."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_along(x, 1, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_along(grad, 1, ctx.group), None
-
-
-class ReduceScatterSequence(Function):
-    """Reduce-scatter in forward, all-gather in backward: `ReduceFromRegion` for sharded tokens, to (b, s / n, h)."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter_along(x, 1, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_along(grad, 1, ctx.group), None
-
-
-class GatherFeatures(Function):
-    """All-gather in forward, slice in backward: all ranks then compute the same from the full result, (..., n * f).
-
-    Their gradients are equal, so each keeps its slice of its own: a sum would count the same gradient n times.
-    """
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_along(x, -1, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.chunk(ctx.group.size, -1)[ctx.group.rank], None
+        return ctx.apply_backward(grad), None, None
 
 
 class Region:
-    """How activations enter and leave the tensor-parallel layers: (b, s, h) on every rank outside of them."""
+    """Where activations enter and leave the tensor-parallel layers; outside of it each rank has all tokens, (b, s, h).
 
-    def __init__(self, group: Group, sequence_parallel: bool = False):
-        self.group, self.sequence_parallel = group, sequence_parallel
+    `gather` and `reduce` are each other's backward. Ranks that compute different things from one input have partial
+    gradients of it, to be summed; a sum passes its gradient to every summand.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Give every rank all tokens: the identity, as it has them."""
+        return x.view_as(x)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Collective: sum the ranks' partial results `x`, (b, s, h)."""
+        return sum_over_ranks(x, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: give every rank all tokens; `x` is (b, s / n, h) if sequence-parallel."""
-        return (GatherSequence if self.sequence_parallel else CopyToRegion).apply(x, self.group)
+        """Collective in forward or backward: gather the input of a layer; reduce its gradient."""
+        return RegionOperator.apply(x, self.gather, self.reduce)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: sum the ranks' partial results `x`, (b, s, h)."""
-        return (ReduceScatterSequence if self.sequence_parallel else ReduceFromRegion).apply(x, self.group)
+        """Collective in forward or backward: reduce the results of a layer; gather their gradient."""
+        return RegionOperator.apply(x, self.reduce, self.gather)
+
+
+class SequenceParallelRegion(Region):
+    """A region outside of which each rank has its own tokens, (b, s / n, h): the sum is reduce-scattered over them."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Collective: give every rank all tokens, (b, s / n, h) -> (b, s, h)."""
+        own = x.movedim(1, 0).contiguous()
+        full = own.new_empty(self.group.size * len(own), *own.shape[1:])
+        all_gather(full, own, self.group)
+        return full.movedim(0, 1)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Collective: sum the ranks' partial results of this rank's tokens, (b, s, h) -> (b, s / n, h)."""
+        full = x.movedim(1, 0).contiguous()
+        own = full.new_empty(len(full) // self.group.size, *full.shape[1:])
+        reduce_scatter(own, full, self.group)
+        return own.movedim(0, 1)
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-def take_shard(weight: Tensor, dim: int, index: int, num_shards: int) -> nn.Parameter:
-    """Return shard `index` of `num_shards` equal ones of `weight`, cut along `dim`, as a parameter of its own."""
-    return nn.Parameter(weight.detach().chunk(num_shards, dim)[index].clone(memory_format=torch.contiguous_format))
+def shard_weight(module: nn.Module, dim: int, group: Group, num_shards: int | None = None) -> nn.Module:
+    """Replace `module.weight` by this rank's shard of it, cut along `dim`; return the module.
+
+    num_shards: one per rank by default; of fewer, consecutive ranks have the same one.
+    """
+    num_shards = num_shards or group.size
+    own = module.weight.detach().chunk(num_shards, dim)[group.rank * num_shards // group.size]
+    module.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    return module
 
 
-def sum_replica_gradients(parameter: nn.Parameter, group: Group) -> None:
-    """Sum the gradient of a parameter over the ranks of `group`, inside backward.
+def sum_replica_gradients(group: Group, *parameters: nn.Parameter) -> None:
+    """Sum the gradients of some parameters over the ranks of `group`, inside backward.
 
     For replicas that work on different heads or tokens: each rank's own gradient is a partial sum.
     """
-    parameter.register_hook(lambda gradient: sum_over_ranks(gradient, group))
+    for parameter in parameters:
+        parameter.register_hook(partial(sum_over_ranks, group=group))
 
 
 class TensorParallelMLP(nn.Module):
@@ -148,9 +117,9 @@ class TensorParallelMLP(nn.Module):
     def __init__(self, mlp: nn.Module, region: Region):
         super().__init__()
         self.region = region
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        for linear, dim in ((self.gate_proj, 0), (self.up_proj, 0), (self.down_proj, 1)):
-            linear.weight = take_shard(linear.weight, dim, region.group.rank, region.group.size)
+        self.gate_proj = shard_weight(mlp.gate_proj, 0, region.group)
+        self.up_proj = shard_weight(mlp.up_proj, 0, region.group)
+        self.down_proj = shard_weight(mlp.down_proj, 1, region.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Collective: apply the layer."""
@@ -171,17 +140,13 @@ class TensorParallelAttention(nn.Module):
     def __init__(self, attention: nn.Module, region: Region, heads_group: Group | None):
         super().__init__()
         self.region, self.head_dim = region, attention.head_dim
-        rank, size = region.group.rank, region.group.size
-        self.q_proj, self.k_proj = attention.q_proj, attention.k_proj
-        self.v_proj, self.o_proj = attention.v_proj, attention.o_proj
-        kv_shards = min(size, self.k_proj.weight.shape[0] // self.head_dim)  # no head is split
-        self.q_proj.weight = take_shard(self.q_proj.weight, 0, rank, size)
-        self.o_proj.weight = take_shard(self.o_proj.weight, 1, rank, size)
-        self.k_proj.weight = take_shard(self.k_proj.weight, 0, rank * kv_shards // size, kv_shards)
-        self.v_proj.weight = take_shard(self.v_proj.weight, 0, rank * kv_shards // size, kv_shards)
+        kv_shards = min(region.group.size, attention.k_proj.out_features // self.head_dim)  # no head is split
+        self.q_proj = shard_weight(attention.q_proj, 0, region.group)
+        self.k_proj = shard_weight(attention.k_proj, 0, region.group, kv_shards)
+        self.v_proj = shard_weight(attention.v_proj, 0, region.group, kv_shards)
+        self.o_proj = shard_weight(attention.o_proj, 1, region.group)
         if heads_group is not None:  # each replica sees the query heads of its rank
-            sum_replica_gradients(self.k_proj.weight, heads_group)
-            sum_replica_gradients(self.v_proj.weight, heads_group)
+            sum_replica_gradients(heads_group, self.k_proj.weight, self.v_proj.weight)
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
         """Collective: apply the layer. rotary: for all tokens, also if they are sharded outside of the layer."""
@@ -200,7 +165,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding: nn.Module, region: Region):
         super().__init__()
         self.region = region
-        self.weight = take_shard(embedding.weight, 0, region.group.rank, region.group.size)
+        self.weight = shard_weight(embedding, 0, region.group).weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Collective: look up the tokens; each rank contributes the rows that it has, and zeros."""
@@ -210,57 +175,21 @@ class VocabParallelEmbedding(nn.Module):
         return self.region.leave(rows * is_here[..., None])
 
 
-class VocabParallelHead(nn.Module):
-    """The output head; each rank computes the logits of 1/n of the vocabulary: (b, s, h) -> (b, s, vocab / n)."""
+def vocab_parallel_loss(logits: Tensor, labels: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Collective: return the sum of the tokens' cross-entropies, in nats, and their number, equal on all ranks.
 
-    def __init__(self, head: nn.Module, region: Region):
-        super().__init__()
-        self.region = region
-        self.weight = take_shard(head.weight, 0, region.group.rank, region.group.size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Collective in forward or backward: compute this rank's logits, of all tokens."""
-        return F.linear(self.region.enter(hidden), self.weight)
-
-
-# -- loss -------------------------------------------------------------------------------------------------------------
-
-
-class VocabParallelLoss:
-    """The sum of the tokens' cross-entropies from sharded logits: no rank has the logits of the whole vocabulary.
-
-    The ranks exchange three numbers per token: the largest logit, the sum of the exponentials, the logit of the label.
+    logits: (b, s, vocab / n). labels: (b, s) int64; IGNORE_INDEX is left out. No rank needs all logits: the ranks
+    exchange three numbers per token: the largest logit, the sum of the exponentials, the logit of the label.
     """
-
-    def __init__(self, group: Group):
-        self.group = group
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: return the sum in nats and the number of tokens in it, equal on all ranks.
-
-        logits: (b, s, vocab / n). labels: (b, s) int64; IGNORE_INDEX is left out.
-        """
-        logits = logits.to(at_least_float32(logits.dtype))
-        # The largest logit cancels in the loss, so it has no gradient; without it an exponential could overflow.
-        shifted = logits - sum_over_ranks(logits.amax(-1), self.group, "max")[..., None]
-        local = labels - self.group.rank * logits.shape[-1]
-        is_here = (local >= 0) & (local < logits.shape[-1])
-        at_label = shifted.gather(-1, local.where(is_here, 0)[..., None])[..., 0] * is_here
-        sums = torch.stack((shifted.exp().sum(-1), at_label))
-        normalizer, at_label = ReduceFromRegion.apply(sums, self.group)
-        is_counted = labels != IGNORE_INDEX
-        return ((normalizer.log() - at_label) * is_counted).sum(), is_counted.sum()
-
-
-class GatheredLoss:
-    """The same loss from gathered logits: each rank has them all, and computes the whole loss. The naive version."""
-
-    def __init__(self, loss, group: Group):
-        self.loss, self.group = loss, group
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: as `VocabParallelLoss`; n times its memory, and vocab / 3 times its bytes."""
-        return self.loss(GatherFeatures.apply(logits, self.group), labels)
+    logits = logits.to(at_least_float32(logits.dtype))
+    # The largest logit cancels in the loss, so it has no gradient; without it an exponential could overflow.
+    shifted = logits - sum_over_ranks(logits.amax(-1), group, "max")[..., None]
+    local = labels - group.rank * logits.shape[-1]
+    is_here = (local >= 0) & (local < logits.shape[-1])
+    at_label = shifted.gather(-1, local.where(is_here, 0)[..., None])[..., 0] * is_here
+    normalizer, at_label = Region(group).leave(torch.stack((shifted.exp().sum(-1), at_label)))
+    is_counted = labels != IGNORE_INDEX
+    return ((normalizer.log() - at_label) * is_counted).sum(), is_counted.sum()
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -274,22 +203,19 @@ def apply_tensor_parallel(
     heads_group: the ranks that hold a replica of this rank's key-value heads, None if there is no other. A module that
     another pipeline stage holds (`nn.Identity`) is left alone.
     """
-    region = Region(group, sequence_parallel)
-    decoder = model.model
+    region = SequenceParallelRegion(group) if sequence_parallel else Region(group)
+    decoder, norms = model.model, []
     for layer in decoder.layers:
-        if isinstance(layer, nn.Identity):
-            continue
-        layer.self_attn = TensorParallelAttention(layer.self_attn, region, heads_group)
-        layer.mlp = TensorParallelMLP(layer.mlp, region)
-        if sequence_parallel:
-            # A norm outside of the regions sees this rank's tokens only.
-            sum_replica_gradients(layer.input_layernorm.weight, group)
-            sum_replica_gradients(layer.post_attention_layernorm.weight, group)
+        if not isinstance(layer, nn.Identity):
+            layer.self_attn = TensorParallelAttention(layer.self_attn, region, heads_group)
+            layer.mlp = TensorParallelMLP(layer.mlp, region)
+            norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
     if not isinstance(decoder.embed_tokens, nn.Identity):
         decoder.embed_tokens = VocabParallelEmbedding(decoder.embed_tokens, region)
     if not isinstance(model.lm_head, nn.Identity):
-        model.lm_head = VocabParallelHead(model.lm_head, region)
-        model.loss = VocabParallelLoss(group)
-        if sequence_parallel:
-            sum_replica_gradients(decoder.norm.weight, group)
+        shard_weight(model.lm_head, 0, group).register_forward_pre_hook(lambda _, args: (region.enter(*args),))
+        model.loss = partial(vocab_parallel_loss, group=group)
+        norms.append(decoder.norm.weight)
+    if sequence_parallel:  # a norm outside of the regions sees this rank's tokens only
+        sum_replica_gradients(group, *norms)
     model.tie_weights()

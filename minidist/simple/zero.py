@@ -7,79 +7,78 @@ parameter, of which every one of n ranks has a shard:
     stage 2   and gradients: each block's flat gradient is reduce-scattered, and freed, when its backward is over
     stage 3   and parameters: each block's flat parameter is all-gathered when it is needed, and freed afterwards
 
-The interface is that of the gradient reducers in `data_parallel`.
+Each stage is a gradient reducer, with the interface that `data_parallel` describes.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
+from minidist.comm import Group, Handle, all_gather, reduce_scatter
+from minidist.simple.data_parallel import NaiveReducer, Tensors
+
+Blocks = Mapping[nn.Module, Sequence[str]]  # layers, in the order of forward, each with the names of its parameters
 
 
 class FlatParameter:
     """Parameters concatenated in one flat buffer, which ends in padding and is cut into one shard per rank.
 
     parameters: by name; each becomes a view of the buffer. masters: their values in the dtype in which the optimizer
-    updates them, by name. group: rank r has shard r.
+    updates them, by name. group: rank r has shard r. own_shard: give the shard memory of its own, so that `free` can
+    free the buffer's.
 
     full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the same in the masters'
-    dtype; the shard itself if the dtypes are equal. places: for each parameter with elements in this shard, their slice
-    of the shard and the first one's offset in the flattened parameter. grad: (size,), this rank's shard of the summed
-    gradient; None before the first reduction.
+    dtype; the shard itself if the dtypes are equal. grad: (size,), this rank's shard of the summed gradient. places:
+    for each parameter with elements in this shard, their slice of the shard and the first one's offset in the flattened
+    parameter.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], group: Group):
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, own_shard: bool):
         self.parameters, self.group = dict(parameters), group
-        self.numel = sum(parameter.numel() for parameter in parameters.values())
-        self.shard_size = -(-self.numel // group.size)
-        first_master, first_parameter = masters[next(iter(parameters))], next(iter(parameters.values()))
-        values = self.flatten({name: masters[name] for name in parameters}, first_master.dtype)
-        self.full = values.to(first_parameter.dtype)
+        *offsets, numel = accumulate((parameter.numel() for parameter in parameters.values()), initial=0)
+        self.offsets = dict(zip(parameters, offsets, strict=True))
+        self.size = -(-numel // group.size)
+        values = self.flatten({name: masters[name] for name in parameters}, like=masters[next(iter(parameters))])
+        self.full = values.to(next(iter(parameters.values())).dtype)
         self.shard = self.full.chunk(group.size)[group.rank]
-        is_wider = values.dtype != self.full.dtype
-        self.master = values.chunk(group.size)[group.rank].clone() if is_wider else self.shard
-        self.places: dict[str, tuple[slice, int]] = {}
-        self.grad: Tensor | None = None
+        if own_shard:
+            self.shard = self.shard.clone()
+        self.master = self.shard
+        if values.dtype != self.full.dtype:
+            self.master = values.chunk(group.size)[group.rank].clone()
+        self.grad = torch.zeros_like(self.master)
         self.gathering: Handle | None = None
-        first, end = group.rank * self.shard_size, (group.rank + 1) * self.shard_size
-        offset = 0
+        self.places: dict[str, tuple[slice, int]] = {}
+        first = group.rank * self.size
         for name, parameter in parameters.items():
-            parameter.data = self.full[offset : offset + parameter.numel()].view(parameter.shape)
-            start, stop = max(offset, first), min(offset + parameter.numel(), end)
+            offset, end = self.offsets[name], self.offsets[name] + parameter.numel()
+            parameter.data = self.full[offset:end].view(parameter.shape)
+            start, stop = max(offset, first), min(end, first + self.size)
             if start < stop:
                 self.places[name] = slice(start - first, stop - first), start - offset
-            offset += parameter.numel()
 
-    def flatten(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Concatenate one tensor per parameter, zeros for those that are missing, and the padding: (n * size,)."""
-        device = next(iter(self.parameters.values())).device
-        flat = torch.zeros(self.group.size * self.shard_size, dtype=dtype, device=device)
-        offset = 0
-        for name, parameter in self.parameters.items():
-            if name in tensors:
-                flat[offset : offset + parameter.numel()] = tensors[name].detach().flatten()
-            offset += parameter.numel()
+    def flatten(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Concatenate one tensor per parameter, zeros for those that are missing, and the padding: (n * size,).
+
+        like: any tensor of the dtype and device of the result.
+        """
+        flat = torch.zeros(self.group.size * self.size, dtype=like.dtype, device=like.device)
+        for name, tensor in tensors.items():
+            flat[self.offsets[name] : self.offsets[name] + tensor.numel()] = tensor.detach().flatten()
         return flat
 
-    def detach_shard(self) -> None:
-        """Give the shard memory of its own, so that the buffer's can be freed."""
-        is_master = self.master is self.shard
-        self.shard = self.shard.clone()
-        if is_master:
-            self.master = self.shard
+    def gather(self, async_op: bool = False) -> None:
+        """Collective, if the buffer is freed: allocate it and all-gather its shards; wait for that unless `async_op`.
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the buffer has memory, so that the parameters have values."""
-        return self.full.untyped_storage().size() > 0
-
-    def start_gather(self) -> None:
-        """Collective: give the buffer memory again, and start the all-gather of its shards; its views become valid."""
-        if not self.is_gathered:
+        The parameters, which are views of the buffer, then have values.
+        """
+        if self.full.untyped_storage().size() == 0:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
+        if not async_op:
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the all-gather in flight, if any."""
@@ -93,100 +92,68 @@ class FlatParameter:
         self.full.untyped_storage().resize_(0)
 
 
-class ZeroStage1:
+class ZeroStage1(NaiveReducer):
     """Each rank updates its shard of every flat parameter, and so has optimizer states of this shard only.
 
-    parameters, masters: by name, as in `data_parallel.NaiveReducer`. blocks: the layers of the model, in the order of
-    forward, each with the names of its parameters; all other parameters, of the embedding, the final norm and the head,
-    are in the root. group: the ranks that have the same parameters and different tokens.
+    parameters, masters, group: as in `data_parallel.NaiveReducer`. blocks: the layers of the model; all other
+    parameters, of the embedding, the final norm and the head, are in the root.
 
     root: the flat parameter of the root, None on a pipeline stage without one. blocks: those of the blocks. masters:
-    this rank's elements of each parameter, flat, which the optimizer updates.
+    this rank's elements of each parameter, flat, which the optimizer updates. local: the gradients that are not yet
+    reduced, by name.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        masters: Mapping[str, Tensor],
-        blocks: Mapping[nn.Module, Sequence[str]],
-        group: Group,
-    ):
-        def make_flat(names: Sequence[str]) -> FlatParameter:
-            return FlatParameter({name: parameters[name] for name in names}, masters, group)
+    shards_parameters = False
 
-        self.group, self.names = group, list(parameters)
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group):
+        def make_flat(names: Sequence[str]) -> FlatParameter:
+            return FlatParameter({name: parameters[name] for name in names}, masters, group, self.shards_parameters)
+
         in_blocks = {name for names in blocks.values() for name in names}
         outside = [name for name in parameters if name not in in_blocks]
         self.root = make_flat(outside) if outside else None
         self.blocks = [make_flat(names) for names in blocks.values()]
-        self.flat_params = [*self.blocks, *([self.root] if self.root else [])]
-        self.masters = {
-            name: flat.master[place] for flat in self.flat_params for name, (place, _) in flat.places.items()
-        }
-        self.dtype = self.flat_params[0].master.dtype
-        self.device = self.flat_params[0].full.device
-        self.clear()
+        self.flat_params = [*self.blocks, self.root] if outside else self.blocks
+        shards = {name: flat.master[place] for flat in self.flat_params for name, (place, _) in flat.places.items()}
+        super().__init__(parameters, shards, group)
+
+    def allocate_sums(self) -> dict[str, Tensor]:
+        """Return each master's slice of the gradient of its flat parameter, by name."""
+        return {name: flat.grad[place] for flat in self.flat_params for name, (place, _) in flat.places.items()}
 
     def clear(self) -> None:
         """Forget all gradients; call it before every step."""
-        self.gradients: dict[str, Tensor] = {}  # local, not yet reduced
-        self.used: set[str] = set()
-        for flat in self.flat_params:
-            flat.grad = None
-        for master in self.masters.values():
-            master.grad = None
+        super().clear()
+        self.local: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the local gradient of one micro-batch to the sum of parameter `name`."""
-        self.used.add(name)
-        if name in self.gradients:
-            self.gradients[name] += gradient
+        self.num_added[name] += 1
+        if name in self.local:
+            self.local[name] += gradient
         else:
-            self.gradients[name] = gradient.to(self.dtype, copy=True)
+            self.local[name] = gradient.to(self.flat_params[0].grad.dtype, copy=True)
 
     def reduce(self, flat: FlatParameter) -> None:
         """Collective: reduce-scatter the local gradients of a flat parameter, and add the result to its `grad`."""
-        mine = {name: self.gradients.pop(name) for name in flat.parameters if name in self.gradients}
-        summed = torch.empty(flat.shard_size, dtype=self.dtype, device=self.device)
-        reduce_scatter(summed, flat.flatten(mine, self.dtype), self.group)
-        flat.grad = summed if flat.grad is None else flat.grad + summed
+        gradients = {name: self.local.pop(name) for name in flat.parameters if name in self.local}
+        summed = torch.empty_like(flat.grad)
+        reduce_scatter(summed, flat.flatten(gradients, like=summed), self.group)
+        flat.grad += summed
 
-    def end_micro_batch(self) -> None:
-        """Called after the backward of every micro-batch; stages 2 and 3 reduce then."""
-
-    def finish(self) -> None:
-        """Collective: reduce what is left; set `.grad` of each master, to None if no rank used the parameter."""
-        self.reduce_remaining()
-        used = torch.tensor([float(name in self.used) for name in self.names], device=self.device)
-        all_reduce(used, self.group)
-        num_ranks = dict(zip(self.names, used.tolist(), strict=True))
-        for flat in self.flat_params:
-            for name, (place, _) in flat.places.items():
-                self.masters[name].grad = flat.grad[place] if num_ranks[name] else None
-
-    def reduce_remaining(self) -> None:
+    def reduce_sums(self) -> None:
         """Collective: reduce all flat parameters, in the same order on all ranks."""
         for flat in self.flat_params:
             self.reduce(flat)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Collective: round the masters to the parameters' dtype, and all-gather the updated shards."""
-        self.update_shards()
-        for flat in self.flat_params:
-            all_gather(flat.full, flat.shard, self.group)
-
-    def update_shards(self) -> None:
-        """Copy the masters to the shards of the flat parameters."""
+        """Collective: round the masters to the shards, and all-gather these; stage 3 does when it needs them."""
         for flat in self.flat_params:
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)
-
-    def gather_root(self) -> None:
-        """Collective: called before the first forward of a step or an evaluation; stage 3 gathers then."""
-
-    def free_root(self) -> None:
-        """Called after the last backward of a step, or after an evaluation; stage 3 frees then."""
+            if not self.shards_parameters:
+                all_gather(flat.full, flat.shard, self.group)
 
 
 class ZeroStage2(ZeroStage1):
@@ -195,34 +162,29 @@ class ZeroStage2(ZeroStage1):
     So a rank never has the unreduced gradients of more than one block, but sends them once per micro-batch. The root's
     are reduced at the end of the step: the gradient of an embedding that another pipeline stage shares is complete
     then.
+
+    pending: the blocks that are not yet reduced in this micro-batch. Every rank reduces them from the last one on,
+    which is the order of backward.
     """
 
     def clear(self) -> None:
         """Forget all gradients; call it before every step."""
         super().clear()
-        self.next_block = len(self.blocks) - 1  # backward comes from the last block to the first
+        self.pending = list(self.blocks)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a local gradient; reduce the block that backward has just left, if this was the last of its gradients.
-
-        Every rank reduces the blocks in the same order, from the last one on.
-        """
+        """Add a local gradient; reduce the block that backward has just left, if this was the last of its gradients."""
         super().add(name, gradient)
-        if self.next_block >= 0 and self.gradients.keys() >= self.blocks[self.next_block].parameters.keys():
-            self.reduce_next_block()
-
-    def reduce_next_block(self) -> None:
-        """Collective: reduce the block whose turn it is."""
-        self.reduce(self.blocks[self.next_block])
-        self.next_block -= 1
+        if self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
+            self.reduce(self.pending.pop())
 
     def end_micro_batch(self) -> None:
         """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
-        while self.next_block >= 0:
-            self.reduce_next_block()
-        self.next_block = len(self.blocks) - 1
+        while self.pending:
+            self.reduce(self.pending.pop())
+        self.pending = list(self.blocks)
 
-    def reduce_remaining(self) -> None:
+    def reduce_sums(self) -> None:
         """Collective: reduce the root's gradients."""
         if self.root is not None:
             self.reduce(self.root)
@@ -234,15 +196,12 @@ class ZeroStage3(ZeroStage2):
     prefetch: start the all-gather of the next block while this one computes.
     """
 
+    shards_parameters = True
+
     def __init__(self, parameters, masters, blocks, group, prefetch: bool = True):
         super().__init__(parameters, masters, blocks, group)
         self.prefetch = prefetch
-        for flat in self.flat_params:
-            flat.detach_shard()
-            flat.free()
-        self.masters = {
-            name: flat.master[place] for flat in self.flat_params for name, (place, _) in flat.places.items()
-        }
+        self.free_root()
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, index=index: self.gather_block(index, index + 1))
             block.register_forward_hook(lambda *_, index=index: self.blocks[index].free())
@@ -250,26 +209,19 @@ class ZeroStage3(ZeroStage2):
 
     def gather_block(self, index: int, following: int) -> None:
         """Collective: gather a block that is about to compute. following: the one after it, whose gather may start."""
-        self.blocks[index].start_gather()
-        self.blocks[index].wait()
+        self.blocks[index].gather()
         if self.prefetch and 0 <= following < len(self.blocks):
-            self.blocks[following].start_gather()
+            self.blocks[following].gather(async_op=True)
 
     def reduce(self, flat: FlatParameter) -> None:
         """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
         super().reduce(flat)
         flat.free()
 
-    @torch.no_grad()
-    def update_parameters(self) -> None:
-        """Round the masters to the shards; each block is gathered when it is needed."""
-        self.update_shards()
-
     def gather_root(self) -> None:
         """Collective: gather the embedding, final norm and head, for the whole step or evaluation."""
         if self.root is not None:
-            self.root.start_gather()
-            self.root.wait()
+            self.root.gather()
 
     def free_root(self) -> None:
         """Free the root's parameters, and those of a block that was gathered ahead and not used."""

@@ -69,8 +69,8 @@ class NaiveReducer:
         self.clear()
 
     def allocate_sums(self) -> dict[str, Tensor]:
-        """Return a tensor for the sum of the gradients of each master, by name, in its shape."""
-        return {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        """Return a tensor for the sum of each parameter's gradients, by name, in the parameter's shape."""
+        return {name: torch.zeros_like(self.masters[name]) for name in self.parameters}
 
     def clear(self) -> None:
         """Forget all gradients; call it before every step."""
@@ -88,7 +88,7 @@ class NaiveReducer:
         """Collective: complete the sums; set each master's `.grad`, to None if no rank used the parameter."""
         self.reduce_sums()
         used = [float(count > 0) for count in self.num_added.values()]
-        num_ranks = torch.tensor(used, device=next(iter(self.parameters.values())).device)
+        num_ranks = torch.tensor(used, device=self.group.world.device)
         all_reduce(num_ranks, self.group)
         for name, uses in zip(self.num_added, num_ranks.tolist(), strict=True):
             if name in self.masters:

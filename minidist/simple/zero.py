@@ -69,16 +69,11 @@ class FlatParameter:
             flat[self.offsets[name] : self.offsets[name] + tensor.numel()] = tensor.detach().flatten()
         return flat
 
-    def gather(self, async_op: bool = False) -> None:
-        """Collective, if the buffer is freed: allocate it and all-gather its shards; wait for that unless `async_op`.
-
-        The parameters, which are views of the buffer, then have values.
-        """
+    def start_gather(self) -> None:
+        """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
         if self.full.untyped_storage().size() == 0:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
-        if not async_op:
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the all-gather in flight, if any."""
@@ -209,9 +204,10 @@ class ZeroStage3(ZeroStage2):
 
     def gather_block(self, index: int, following: int) -> None:
         """Collective: gather a block that is about to compute. following: the one after it, whose gather may start."""
-        self.blocks[index].gather()
+        self.blocks[index].start_gather()
+        self.blocks[index].wait()
         if self.prefetch and 0 <= following < len(self.blocks):
-            self.blocks[following].gather(async_op=True)
+            self.blocks[following].start_gather()
 
     def reduce(self, flat: FlatParameter) -> None:
         """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
@@ -221,7 +217,8 @@ class ZeroStage3(ZeroStage2):
     def gather_root(self) -> None:
         """Collective: gather the embedding, final norm and head, for the whole step or evaluation."""
         if self.root is not None:
-            self.root.gather()
+            self.root.start_gather()
+            self.root.wait()
 
     def free_root(self) -> None:
         """Free the root's parameters, and those of a block that was gathered ahead and not used."""

@@ -90,7 +90,7 @@ def describe_state(trainer: "Trainer") -> dict:
 def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
     """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
 
-    source: the trainer with this rank's state: `trainer` itself; a previous one of the same layout, if a rank's death led
+    source: the trainer with this rank's state: `trainer` itself; an earlier one of the same layout, if a death led
     to new process groups; None if the state is damaged or lost. A rank behind the newest step receives, too. Raises
     UserError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """

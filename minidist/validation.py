@@ -437,7 +437,6 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
         (not mode.reset_moments, "consistency.reset-moments true", "--consistency.no-reset-moments"),
         (not fault.live_recovery, "fault.live-recovery true", "--fault.no-live-recovery"),
         (fault.inject is None, f"fault.inject {fault.inject!r}", "no --fault.inject"),
-        (not fault.digest_every, f"fault.digest-every {fault.digest_every}", "--fault.digest-every 0"),
         (
             config.train.max_skipped_steps == 0,
             f"train.max-skipped-steps {config.train.max_skipped_steps}",

@@ -16,6 +16,7 @@ from torch import Tensor
 from minidist.comm import Group, all_gather_object, recv, send
 from minidist.errors import UserError, format_ranks
 from minidist.parameters import named_parameters
+from minidist.simple.training_state import create_optimizer_states, state_shards
 
 if TYPE_CHECKING:
     from minidist.simple.trainer import Trainer
@@ -110,10 +111,11 @@ def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
         trainer.progress = state["progress"]
         if trainer.engine.scaler is not None:
             trainer.engine.scaler.load_state_dict(state["scaler"])
-        trainer.create_optimizer_states({name: e for s in valid.values() for name, e in s["tensors"].items()})
+        tensors = {name: entry for each in valid.values() for name, entry in each["tensors"].items()}
+        create_optimizer_states(trainer.engine, tensors)
     order = attrgetter("name", "box.start")  # one order on all ranks, so that no two ranks wait for each other
-    targets = sorted(trainer.shards(), key=order)
-    values = sorted(source.shards(), key=order) if rank in valid else targets
+    targets = sorted(state_shards(trainer.engine), key=order)
+    values = sorted(state_shards(source.engine), key=order) if rank in valid else targets
     for target, value in zip(targets, values, strict=True):
         name = target.name.partition("/")[2]
         replicas = set(specs[name].replicas if name in specs else group.ranks)

@@ -17,7 +17,7 @@ from minidist.comm import Meter, World, all_gather_object, bind
 from minidist.config import Config, to_toml
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError
+from minidist.errors import DamagedError, RunError, UserError, format_ranks
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -25,6 +25,7 @@ from minidist.simple import checkpoint
 from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.parallelize import group_specs, parallelize
+from minidist.simple.recovery import differing_replicas, recover, replicated_tensors
 from minidist.simple.training_state import create_optimizer_states, state_shards
 
 
@@ -121,12 +122,14 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
-        train, every = self.config.train, self.config.checkpoint.every
+        train, every, digest_every = self.config.train, self.config.checkpoint.every, self.config.fault.digest_every
         is_stopped = False
         while self.progress.step < train.steps and not is_stopped:
             decision = self.step()
             step, is_last = self.progress.step, self.progress.step == train.steps
             self.notify("on_step", self, decision)
+            if digest_every and step % digest_every == 0:
+                self.compare_replicas()
             if train.eval_every and step % train.eval_every == 0 and not is_last and not decision.stop_requested:
                 self.evaluate()
             is_stopped = self.agree_on_stop(decision)
@@ -167,6 +170,19 @@ class Trainer:
         if merger.num_different_models > 1:
             return False
         return any(all_gather_object(self.is_stop_requested(), self.control))
+
+    def compare_replicas(self) -> None:
+        """Collective: compare the bits of all replicas; repair those that differ, if told to, else raise RunError."""
+        found = differing_replicas(replicated_tensors(self), self.engine.control)
+        if not found:
+            return
+        ranks = sorted(set().union(*found.values()))
+        name = next(iter(found))
+        what = f"step {self.progress.step}: the replicas of {name} differ, on {format_ranks(found[name])}."
+        if not self.config.fault.repair:
+            raise RunError(f"{what} Go on from the last checkpoint, or repair replicas with --fault.repair.")
+        recover(self, None if self.world.rank in ranks else self)
+        self.notify("on_note", f"{what} Repaired from the others.")
 
     def evaluate(self) -> float:
         """Collective: return the mean loss of the held-out samples, in nats per token."""

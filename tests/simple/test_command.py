@@ -11,7 +11,7 @@ import torch
 
 from minidist.comm import Meter, World, bind
 from minidist.config import CheckpointConfig, MeshConfig
-from minidist.errors import UserError
+from minidist.errors import RunError, UserError
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.simple.engine import Engine
@@ -175,3 +175,35 @@ def test_what_the_simple_engine_leaves_out_is_refused_in_one_sentence(tmp_path, 
         validate(config, 2)
     assert str(caught.value).startswith("engine is simple, which cannot run ")
     assert str(caught.value).endswith(f": give {change}, or --engine fast.")
+
+
+def flip_a_bit(world, config):
+    """Train; before the third step change the lowest bit of one element of rank 1's parameters. Return the summary."""
+
+    class Flip(Observer):
+        def __init__(self):
+            self.notes = []
+
+        def before_step(self, trainer):
+            if trainer.progress.step == 2 and trainer.world.rank == 1:
+                value = trainer.engine.reducer.masters["model.norm.weight"].data
+                value[0] = torch.nextafter(value[0], 2 * value[0])
+
+        def on_note(self, line):
+            self.notes.append(line)
+
+    flip = Flip()
+    return train_simple(world, config, [flip], Meter(keep=False)), flip.notes
+
+
+def test_replicas_that_differ_are_found_and_repaired(ranks, tmp_path):
+    config = config_of(tmp_path, "right", {"dp": 3}, engine="simple")
+    right = ranks(train_and_report, 3, config)[0]
+    config = with_changes(config, folder=tmp_path / "wrong", fault__digest_every=1)
+    found = r"step 3: the replicas of params/model\.norm\.weight differ, on rank 1\."
+    with pytest.raises(RunError, match=found + " Go on from the last checkpoint"):
+        ranks(flip_a_bit, 3, config)
+    config = with_changes(config, folder=tmp_path / "repaired", fault__repair=True, train__eval_every=0)
+    summary, notes = ranks(flip_a_bit, 3, config)[0]
+    assert [note for note in notes if "differ" in note] == [notes[0]] and notes[0].endswith("Repaired from the others.")
+    assert summary["held_out_loss"] == pytest.approx(right["held_out_loss"], rel=1e-12)

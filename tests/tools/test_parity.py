@@ -49,7 +49,7 @@ _MIXED = 2 * (2 * 2) * 2 * (3 + 4 * 2) + 2 * 2 * 2 * 3 * (1 + 1 / 2 + 2 + 2)
 # Synchronization modes, without clipping, resumption, recomputation and other optimizers than SGD, in two dtypes: four
 # with dp=2, which has two starts and two kinds of shares, and one on a single rank.
 _MODES = 2**4 * (4 * 2 * 2 * 2 * 2 + 2 * 2)
-# The simple engine, with two optimizers and two kinds of recomputation: two reductions in two dtypes and one in 16 bits;
+# The simple engine, with two optimizers and two kinds of recomputation: two reductions in two dtypes, one in 16 bits,
 # and four ZeRO stages with dp=2 and cp=2. Layouts: one rank; dp=2; tp=2 and cp=2, twice each; pp=2 with gpipe and 1f1b
 # and, without recomputation, with zb-h1. Then two modes with dp=2.
 _WITH_ZERO, _WITHOUT = 2 * 6 + 2 * 5, 2 * 2 + 2 * 1

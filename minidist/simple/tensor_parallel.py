@@ -88,6 +88,21 @@ class SequenceParallelRegion(Region):
         return own.movedim(0, 1)
 
 
+def gather_features(x: Tensor, group: Group) -> Tensor:
+    """Collective: return all ranks' features, (..., n), given its own, (..., n / size), such as logits.
+
+    All ranks then compute the same from the result, so each has the whole gradient, and takes its slice of it.
+    """
+
+    def gather(x: Tensor) -> Tensor:
+        parts = x.new_empty(group.size, *x.shape)
+        all_gather(parts, x.contiguous(), group)
+        return torch.cat(parts.unbind(), -1)
+
+    return RegionOperator.apply(x, gather, lambda grad: grad.chunk(group.size, -1)[group.rank].contiguous())
+
+
+
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import Groups, all_gather, broadcast
+from minidist.comm import Groups, broadcast
 from minidist.data.loader import Batch
 from minidist.simple.engine import Engine as SimpleEngine
+from minidist.simple.tensor_parallel import gather_features
 from minidist.train.engine import Engine
 
 
@@ -73,12 +74,7 @@ def _gather_logits(local: Tensor | None, model: nn.Module, samples: int, last_st
     """Collective: return all logits (b, vocab) on all ranks. local: (b, vocab / tp), None on all but the last stage."""
     logits = next(model.parameters()).new_empty(samples, model.config.vocab_size)
     if local is not None:
-        local = local.T.contiguous()  # (vocab / tp, b)
-        if groups.mesh.tp > 1:
-            gathered = local.new_empty(model.config.vocab_size, samples)
-            all_gather(gathered, local, groups["tensor"])
-            local = gathered
-        logits.copy_(local.T)
+        logits.copy_(gather_features(local, groups["tensor"]) if groups.mesh.tp > 1 else local)
     if groups.mesh.pp > 1:
         broadcast(logits, last_stage, groups["activations"])
     return logits

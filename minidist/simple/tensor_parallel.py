@@ -102,7 +102,6 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
     return RegionOperator.apply(x, gather, lambda grad: grad.chunk(group.size, -1)[group.rank].contiguous())
 
 
-
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from minidist.simple.engine import Engine
 from minidist.simple.parallelize import group_specs, parallelize
 from minidist.tools.console.next_token_logits import next_token_logits_of_simple_engine
 from minidist.tools.console.reporter import RunReporter
+from minidist.tools.estimate.estimate import estimate
 from minidist.tools.launch.run import train_and_report
 from minidist.tools.launch.simple_engine import train_simple
 from minidist.train.observer import Observer
@@ -207,3 +208,8 @@ def test_replicas_that_differ_are_found_and_repaired(ranks, tmp_path):
     summary, notes = ranks(flip_a_bit, 3, config)[0]
     assert [note for note in notes if "differ" in note] == [notes[0]] and notes[0].endswith("Repaired from the others.")
     assert summary["held_out_loss"] == pytest.approx(right["held_out_loss"], rel=1e-12)
+
+
+def test_estimates_refuse_the_simple_engine(tmp_path):
+    with pytest.raises(UserError, match="engine is simple, which has no estimate: give --engine fast"):
+        estimate(small_config(tmp_path / "run", write_text(tmp_path), engine="simple"), 2)

@@ -126,7 +126,7 @@ def sum_replica_gradients(group: Group, *parameters: nn.Parameter) -> None:
 
 
 class TensorParallelMLP(nn.Module):
-    """The feed-forward layer `down(silu(gate(x)) * up(x))`; each rank has 1/n of the inner features."""
+    """The feed-forward layer `down_proj(silu(gate_proj(x)) * up_proj(x))`; each rank has 1/n of the inner features."""
 
     def __init__(self, mlp: nn.Module, region: Region):
         super().__init__()

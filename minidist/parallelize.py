@@ -107,7 +107,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         if config.model.tie_embeddings and EMBEDDING in used_by:
             stages[EMBEDDING] = first_and_last_stages(schedule)
     held = {name: ParamShard(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
-    tensor, context = (simple_tensor, simple_context) if config.engine == "simple" else (fast_tensor, fast_context)
+    tensor, context = (simple_tensor, simple_context) if config.engine == "mixed" else (fast_tensor, fast_context)
     if mesh.tp > 1:
         held = tensor.apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
@@ -129,7 +129,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        executor = SimplePipelineExecutor if config.engine == "simple" else PipelineExecutor
+        executor = SimplePipelineExecutor if config.engine == "mixed" else PipelineExecutor
         pipeline = executor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
@@ -160,7 +160,7 @@ def _reducer(
     reduction_groups = [
         with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
     ]
-    if config.engine == "simple" and config.zero.stage:
+    if config.engine == "mixed" and config.zero.stage:
         return _simple_zero(model, config.zero.stage, groups["grads"])
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm

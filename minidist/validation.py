@@ -378,16 +378,85 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
         )
 
 
-# -- simple versions --------------------------------------------------------------------------------------------------
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+# Whether an engine can run it, what was given, and the change to make.
+_Restrictions = tuple[tuple[bool, str, str], ...]
 
 
 def _validate_engine(config: Config, mesh: Mesh) -> None:
-    """Raise UserError if the simple versions are chosen and cannot run this mesh or these options."""
-    if config.engine == "fast":
-        return
+    """Raise UserError if another engine than the fast one is chosen, and cannot run this mesh or these options."""
+    if config.engine != "fast":
+        list_restrictions = _simple_restrictions if config.engine == "simple" else _mixed_restrictions
+        for is_possible, given, change in list_restrictions(config, mesh):
+            if not is_possible:
+                raise UserError(
+                    f"engine is {config.engine}, which cannot run {given}: give {change}, or --engine fast."
+                )
+
+
+def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
+    """Return what `minidist/simple` leaves out."""
+    precision, zero, mode, optim = config.precision, config.zero, config.consistency, config.optim
+    schedule, fault = config.parallel.schedule, config.fault
+    set_dtypes = [
+        f"--precision.{name.replace('_', '-')}"
+        for name in ("compute", "parameter", "grad_accum", "reduce", "master")
+        if getattr(precision, name) is not None
+    ]
+    return (
+        (schedule in ("gpipe", "1f1b", "zb-h1"), f"parallel.schedule {schedule}", "--parallel.schedule 1f1b or gpipe"),
+        (optim.kind != "muon", "optim.kind muon", "--optim.kind adamw or sgd"),
+        (config.comm.gradients != "flat", "comm.gradients flat", "--comm.gradients bucketed or naive"),
+        (config.comm.algorithm == "backend", f"comm.algorithm {config.comm.algorithm}", "--comm.algorithm backend"),
+        (not config.compile, "compile true", "--no-compile"),
+        (config.recompute != "selective", "recompute selective", "--recompute block"),
+        # Recomputation gives both halves of a backward at once.
+        (
+            config.recompute == "none" or schedule != "zb-h1",
+            f"recompute {config.recompute} with parallel.schedule zb-h1",
+            "--parallel.schedule 1f1b",
+        ),
+        (not set_dtypes, f"dtypes of their own ({' '.join(set_dtypes)})", "--precision.policy alone"),
+        (
+            precision.loss_scale != "dynamic" or precision.policy == "fp16",
+            f"precision.loss-scale dynamic with precision.policy {precision.policy}",
+            "no --precision.loss-scale",
+        ),
+        (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
+        (not zero.keep_gradients, "zero.keep-gradients true", "--zero.no-keep-gradients"),
+        (not zero.offload, "zero.offload true", "--zero.no-offload"),
+        (
+            mode.mode in ("synchronous", "local", "diloco"),
+            f"consistency.mode {mode.mode}",
+            "--consistency.mode synchronous, local or diloco",
+        ),
+        (mode.exchange == "full", f"consistency.exchange {mode.exchange}", "--consistency.exchange full"),
+        (mode.fragments == 1, f"consistency.fragments {mode.fragments}", "--consistency.fragments 1"),
+        (not mode.reset_moments, "consistency.reset-moments true", "--consistency.no-reset-moments"),
+        (not fault.live_recovery, "fault.live-recovery true", "--fault.no-live-recovery"),
+        (fault.inject is None, f"fault.inject {fault.inject!r}", "no --fault.inject"),
+        (
+            config.train.max_skipped_steps == 0,
+            f"train.max-skipped-steps {config.train.max_skipped_steps}",
+            "--train.max-skipped-steps 0",
+        ),
+        (
+            config.checkpoint.keep_every == 0,
+            f"checkpoint.keep-every {config.checkpoint.keep_every}",
+            "--checkpoint.keep-every 0",
+        ),
+        (config.memory.file is None, f"memory.file {config.memory.file}", "no --memory"),
+        (config.trace.file is None, f"trace.file {config.trace.file}", "no --trace"),
+    )
+
+
+def _mixed_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
+    """Return what the fast trainer cannot run with the `simple.py` files of its folders in place of its own."""
     mode, policy, zero = config.consistency.mode, config.precision.policy, config.zero
     with_zero = f"with zero.stage {zero.stage}"
-    restrictions = (  # whether the simple versions can run it, what was given, the change to make
+    return (
         (
             mesh.pp == 1 or config.parallel.schedule in ("gpipe", "1f1b"),
             f"parallel.schedule {config.parallel.schedule}",
@@ -426,9 +495,6 @@ def _validate_engine(config: Config, mesh: Mesh) -> None:
         ),
         (mode == "synchronous", f"consistency.mode {mode}", "--consistency.mode synchronous"),
     )
-    for is_possible, given, change in restrictions:
-        if not is_possible:
-            raise UserError(f"engine is simple, which cannot run {given}: give {change}, or --engine fast.")
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

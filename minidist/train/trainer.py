@@ -24,6 +24,7 @@ from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
 from minidist.fault.index import Index
 from minidist.fault.signals import StopSignalRecorder
+from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
@@ -33,7 +34,6 @@ from minidist.train.engine import Engine
 from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.resume import ChangedOption, check_resumable, inherit_options, load_first_intact
 from minidist.train.same_program import check_same_program
-from minidist.train.schedule import learning_rate
 from minidist.validation import validate
 
 Result = TypeVar("Result")

@@ -18,6 +18,7 @@ from minidist.consistency.merge import mix_with_neighbours, mixing_fractions
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Loader
 from minidist.errors import UserError
+from minidist.learning_rate import learning_rate
 from minidist.mesh import Mesh
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -26,7 +27,6 @@ from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.tools.console.lines import describe_models
 from minidist.tools.estimate.estimate import estimate
 from minidist.train.engine import Engine
-from minidist.train.schedule import learning_rate
 from minidist.validation import validate
 from tests.helpers.consistency_runs import (
     ADAMW,

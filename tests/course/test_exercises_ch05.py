@@ -38,14 +38,14 @@ def test_the_learners_zero_pieces_train_the_model(ranks, tmp_path, stage):
 
     ranks(train_small, 1, config("alone"))
     pieces = [piece(name) for name in TOGETHER[stage]]
-    ranks(train.train_with_pieces, 3, config("learner", engine="simple", zero__stage=stage), pieces)
+    ranks(train.train_with_pieces, 3, config("learner", engine="mixed", zero__stage=stage), pieces)
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
     with pytest.raises(RunError, match="some rank never called zero_stage_three"):
-        config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, engine="simple", zero__stage=2)
+        config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, engine="mixed", zero__stage=2)
         ranks(train.train_with_pieces, 2, config, [piece("zero_stage_two"), piece("zero_stage_three")])
 
 

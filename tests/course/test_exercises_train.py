@@ -148,7 +148,7 @@ def test_of_two_pieces_on_different_ways_the_later_one_is_used():
     )
     assert [bool(choice.left_out) for choice in chosen] == [False, True, False]
     assert "--only gradient_sum" in chosen[1].left_out
-    assert chosen[2].options[:4] == ("--engine", "simple", "--comm.gradients", "bucketed")
+    assert chosen[2].options[:4] == ("--engine", "mixed", "--comm.gradients", "bucketed")
 
 
 def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
@@ -158,16 +158,16 @@ def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
         chosen = choose_pieces([CATALOGUE[name] for name in names[:count]], 2)
         assert [bool(choice.left_out) for choice in chosen] == [True] + [False] * (count - 1)
         stages[names[count - 1]] = {choice.options for choice in chosen if not choice.left_out}
-    assert stages["zero_stage_one"] == {("--engine", "simple", "--zero.stage", "1")}
-    assert stages["zero_stage_two"] == {("--engine", "simple", "--zero.stage", "2")}
-    assert stages["zero_stage_three"] == {("--engine", "simple", "--zero.stage", "3")}
+    assert stages["zero_stage_one"] == {("--engine", "mixed", "--zero.stage", "1")}
+    assert stages["zero_stage_two"] == {("--engine", "mixed", "--zero.stage", "2")}
+    assert stages["zero_stage_three"] == {("--engine", "mixed", "--zero.stage", "3")}
 
 
 def test_either_of_several_values_may_be_asked_for():
     from minidist.tools.cli import parse_train_options
 
     for stage, lost in (("1", "--zero.stage 2 or 3"), ("2", ""), ("3", "")):
-        config, _ = parse_train_options(["--engine", "simple", "--zero.stage", stage])
+        config, _ = parse_train_options(["--engine", "mixed", "--zero.stage", stage])
         assert train.conflicting_option(train.PieceChoice(CATALOGUE["zero_stage_two"]), config, 2) == lost
 
 

@@ -1,4 +1,4 @@
-"""`--engine simple` under a pipeline: losses and gradients of one process, and of the fast engine, in float64."""
+"""`--engine mixed` under a pipeline: losses and gradients of one process, and of the fast engine, in float64."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def train(world: World, config: Config) -> tuple:
 def test_simple_equals_one_process_and_the_fast_engine(ranks, kind, stages):
     ((losses, grads, _),) = ranks(train, 1, CONFIG)
     config = with_changes(CONFIG, mesh__pp=stages, parallel__schedule=kind)
-    by_engine = {engine: ranks(train, stages, with_changes(config, engine=engine)) for engine in ("fast", "simple")}
+    by_engine = {engine: ranks(train, stages, with_changes(config, engine=engine)) for engine in ("fast", "mixed")}
     for stage, (fast, simple) in enumerate(zip(*by_engine.values(), strict=True)):
         peak = 5 if kind == "gpipe" else stages - stage
         assert simple[2] == ("SimplePipelineExecutor", peak) and fast[2] == ("PipelineExecutor", peak)
@@ -58,4 +58,4 @@ def test_simple_equals_one_process_and_the_fast_engine(ranks, kind, stages):
             # Sums in another order, in float64.
             torch.testing.assert_close(grad, grads[key], rtol=0, atol=1e-13)
             torch.testing.assert_close(grad, fast[1][key], rtol=0, atol=1e-15)
-    assert grads.keys() == set().union(*(found for _, found, _ in by_engine["simple"]))
+    assert grads.keys() == set().union(*(found for _, found, _ in by_engine["mixed"]))

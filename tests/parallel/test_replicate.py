@@ -75,7 +75,7 @@ def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
 
 def reducer_of(kind: str, parameters, specs, groups, mib: float):
     """The reducer of one of KINDS."""
-    engine, how = ("simple", "bucketed") if kind == "simple" else ("fast", kind)
+    engine, how = ("mixed", "bucketed") if kind == "simple" else ("fast", kind)
     return make_reducer(engine, how, parameters, specs, groups, mib)
 
 

@@ -31,16 +31,18 @@ IMPOSSIBLE |= {
         *(("gradients", kind, "recompute", what) for what in ("block", "selective")),
     )
 }
-# The simple engine has no masters, and versions of its own for some kinds of gradient reduction only.
-SIMPLE_GRADIENTS = ("bucketed", "zero1", "zero2", "zero3", "zero3-freed")
-IMPOSSIBLE |= {("dtype", half, "engine", "simple") for half in ("bf16", "fp16")}
-IMPOSSIBLE |= {
-    ("gradients", kind, "engine", "simple") for kind in SWITCHES["gradients"] if kind not in SIMPLE_GRADIENTS
-}
+# The mixed engine has no masters, and versions of its own for some kinds of gradient reduction only.
+MIXED_GRADIENTS = ("bucketed", "zero1", "zero2", "zero3", "zero3-freed")
+IMPOSSIBLE |= {("dtype", half, "engine", "mixed") for half in ("bf16", "fp16")}
+IMPOSSIBLE |= {("gradients", kind, "engine", "mixed") for kind in SWITCHES["gradients"] if kind not in MIXED_GRADIENTS}
+# What the simple engine leaves out.
+SIMPLE_GRADIENTS = {*MIXED_GRADIENTS, "naive", "local", "diloco"}
+IMPOSSIBLE |= {("gradients", kind, "engine", "simple") for kind in {*SWITCHES["gradients"]} - SIMPLE_GRADIENTS}
+IMPOSSIBLE |= {("optimizer", "muon", "engine", "simple"), ("recompute", "selective", "engine", "simple")}
 
 
-def simple_engine_can_run(pp: int, dp: int, cp: int, tp: int) -> bool:
-    """Whether the simple engine can run a mesh."""
+def mixed_engine_can_run(pp: int, dp: int, cp: int, tp: int) -> bool:
+    """Whether the mixed engine can run a mesh."""
     return pp * dp * cp * tp > 1 and (pp == 1 or tp == 1)
 
 
@@ -115,8 +117,8 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
                 alone = {"central", "flat", "local", "diloco", "gossip", "stale"}
                 expected -= alone if dp < ranks else {"gossip"} if dp > 3 else set()
                 expected -= {"asynchronous"}  # with more than one rank it trains another way
-            if name == "engine" and not simple_engine_can_run(pp, dp, cp, tp):
-                expected = {"fast"}
+            if name == "engine" and not mixed_engine_can_run(pp, dp, cp, tp):
+                expected = {"fast", "simple"}
             if name == "micro_batches" and dp * 4 > 29:
                 expected = {1}
             assert {getattr(case, name) for case in mine} == expected, (pp, dp, cp, tp, name)

@@ -10,6 +10,7 @@ from minidist.comm import World, bind
 from minidist.config import Config, OptimConfig, PrecisionConfig
 from minidist.data.loader import Loader
 from minidist.errors import RunError, UserError
+from minidist.learning_rate import learning_rate
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
@@ -18,7 +19,6 @@ from minidist.models.transformer import Transformer
 from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.tools.launch import RankFailure
 from minidist.train.engine import Engine
-from minidist.train.schedule import learning_rate
 from tests.helpers.small_run import small_config, train_small, with_changes, write_text
 
 

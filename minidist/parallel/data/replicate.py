@@ -33,7 +33,7 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 
 
 def make_reducer(
-    engine: Literal["fast", "simple"],
+    engine: Literal["fast", "mixed"],
     kind: Literal["bucketed", "flat", "naive"],
     parameters: Mapping[str, nn.Parameter],
     specs: ParamSpecs,
@@ -48,5 +48,5 @@ def make_reducer(
     """
     if kind != "bucketed":
         return {"flat": FlatReducer, "naive": NaiveReducer}[kind](parameters, specs, groups)
-    bucketed = OverlappedReducer if engine == "simple" else BucketedReducer
+    bucketed = OverlappedReducer if engine == "mixed" else BucketedReducer
     return bucketed(parameters, specs, groups, int(bucket_mib * MIB))

@@ -2,7 +2,7 @@
 
 Each rank computes gradients on its own samples, and a reducer sums them over the replicas. `NaiveReducer` all-reduces
 each gradient after backward, `FlatReducer` one flat buffer, and `OverlappedReducer` several of them (buckets) while
-backward still runs: `--engine simple`. `register_gradient_hooks` feeds them. The fast version: `BucketedReducer`.
+backward still runs: `--engine mixed`. `register_gradient_hooks` feeds them. The fast version: `BucketedReducer`.
 """
 
 from collections.abc import Collection, Mapping

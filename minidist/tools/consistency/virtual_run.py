@@ -15,6 +15,7 @@ from minidist.config import Config, DataConfig, OptimConfig, TrainConfig
 from minidist.consistency.simple import Server, asynchronous_worker
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Batch, Loader, evaluation_loader
+from minidist.learning_rate import learning_rate
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -23,7 +24,6 @@ from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import resolve_policy
 from minidist.tools.consistency.clock import Durations, Timeline, run_on_virtual_clock
 from minidist.train.optimizer import make_optimizer, set_learning_rate
-from minidist.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)

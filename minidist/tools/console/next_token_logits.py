@@ -6,7 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import all_gather, broadcast
+from minidist.comm import Groups, broadcast
+from minidist.data.loader import Batch
+from minidist.simple.engine import Engine as SimpleEngine
+from minidist.simple.tensor_parallel import gather_features
 from minidist.train.engine import Engine
 
 
@@ -37,16 +40,43 @@ def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
             pipeline.run_forward(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
         else:
             outputs.append(model(padded))
+    last_stage = 0 if pipeline is None else pipeline.last_part_stage
+    return _gather_logits(outputs[0][:, seq_len - 1] if outputs else None, model, samples, last_stage, groups)
+
+
+@torch.no_grad()
+def next_token_logits_of_simple_engine(engine: SimpleEngine, tokens: Tensor) -> Tensor:
+    """Collective: as `next_token_logits`, of the simple trainer's engine."""
+    parallel, groups, reducer = engine.parallel, engine.groups, engine.reducer
+    model, tp = parallel.model, groups.mesh.tp
+    samples, seq_len = tokens.shape
+    missing = -seq_len % tp if engine.config.parallel.sequence else 0
+    padded = torch.cat((tokens, tokens.new_zeros(samples, missing)), 1)
+    outputs: list[Tensor] = []
+
+    def run_stage(_: int, hidden: Tensor | None) -> Tensor:
+        outputs.append(model(padded, layers=parallel.layers, hidden=hidden))
+        return outputs[0]
+
+    reducer.gather_root()
+    with _unsharded_attention(model):
+        if parallel.pipeline is not None:
+            batch = Batch(padded, padded, torch.arange(samples))
+            parallel.pipeline.run_forward(run_stage, lambda _: engine.empty_hidden(batch), 1)
+        else:
+            run_stage(0, None)
+    reducer.free_root()
+    is_last = groups.mesh.coords(groups.world.rank)["pp"] == groups.mesh.pp - 1
+    return _gather_logits(outputs[0][:, seq_len - 1] if is_last else None, model, samples, groups.mesh.pp - 1, groups)
+
+
+def _gather_logits(local: Tensor | None, model: nn.Module, samples: int, last_stage: int, groups: Groups) -> Tensor:
+    """Collective: return all logits (b, vocab) on all ranks. local: (b, vocab / tp), None on all but the last stage."""
     logits = next(model.parameters()).new_empty(samples, model.config.vocab_size)
-    if outputs:
-        local = outputs[0][:, seq_len - 1].T.contiguous()  # (vocab / tp, b)
-        if tp > 1:
-            gathered = local.new_empty(model.config.vocab_size, samples)
-            all_gather(gathered, local, groups["tensor"])
-            local = gathered
-        logits.copy_(local.T)
-    if pipeline is not None:
-        broadcast(logits, pipeline.last_part_stage, groups["activations"])
+    if local is not None:
+        logits.copy_(gather_features(local, groups["tensor"]) if groups.mesh.tp > 1 else local)
+    if groups.mesh.pp > 1:
+        broadcast(logits, last_stage, groups["activations"])
     return logits
 
 

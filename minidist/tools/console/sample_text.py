@@ -13,8 +13,9 @@ from minidist.fault import checkpoint
 from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
+from minidist.simple.engine import Engine as SimpleEngine
 from minidist.tools.console.generate import generate
-from minidist.tools.console.next_token_logits import next_token_logits
+from minidist.tools.console.next_token_logits import next_token_logits, next_token_logits_of_simple_engine
 from minidist.train.checkpoint_state import PARAMETERS
 from minidist.train.engine import Engine
 from minidist.train.resume import parse_checkpoint_config
@@ -38,9 +39,10 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 class _ShardedModel:
     """The sharded model of an engine, in the form that `generate` needs. All ranks must call `generate` together."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine | SimpleEngine):
         self.config, self._model = engine.model.config, engine.model
-        self.next_token_logits = partial(next_token_logits, engine)
+        is_simple = isinstance(engine, SimpleEngine)
+        self.next_token_logits = partial(next_token_logits_of_simple_engine if is_simple else next_token_logits, engine)
 
     @property
     def training(self) -> bool:
@@ -92,13 +94,13 @@ def continue_text(
     return decode_printable(data[: len(prompt)]), decode_printable(data[len(prompt) :])
 
 
-def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
+def sample_text(engine: Engine | SimpleEngine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
     """Collective: let the engine's model continue a prompt; return the prompt and the continuation as text.
 
     prompt: bytes, as token ids. Returns None if `train.sample_tokens` is 0. If every rank has the full model, only rank
     0 generates and the other ranks return None.
     """
-    replicated = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
+    replicated = engine.groups.mesh.dp == engine.groups.world.size and config.zero.stage < 3
     if not config.train.sample_tokens or (replicated and engine.groups.world.rank > 0):
         return None
     return continue_text(engine.model if replicated else _ShardedModel(engine), bytes(prompt.tolist()), config)

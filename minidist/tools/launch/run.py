@@ -7,6 +7,7 @@ from minidist.config import Config
 from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.console.reporter import RunReporter
 from minidist.tools.launch.run_folder_guard import RunFolderGuard
+from minidist.tools.launch.simple_engine import train_simple
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.recovery.live_recovery import train_with_recovery
 from minidist.tools.replica_check import ReplicaCheckObserver
@@ -26,7 +27,8 @@ def train_and_report(world: World, config: Config) -> dict[str, Any]:
     config = inherit_options(config)
     if config.fault.live_recovery:
         return train_with_recovery(world, config, make_observers_and_meter)
-    return train(world, config, *make_observers_and_meter(config))
+    run = train_simple if config.engine == "simple" else train
+    return run(world, config, *make_observers_and_meter(config))
 
 
 def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
@@ -41,7 +43,7 @@ def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
 
         observers.append(injector := FaultInjector(parse_fault(config.fault.inject)))
         meter = injector.meter
-    if config.fault.digest_every:
+    if config.fault.digest_every and config.engine != "simple":  # which compares its replicas itself
         observers.append(ReplicaCheckObserver())
     if config.trace.file is not None:
         observers.append(TraceRecorder(config))

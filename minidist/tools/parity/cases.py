@@ -83,7 +83,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "empty_step": (False, True),
     "resume": (False, True),
     "recompute": ("none", "block", "selective"),
-    "engine": ("fast", "simple"),
+    "engine": ("fast", "mixed", "simple"),
 }
 
 # float64: summing in another order moves parameters by 1e-12 of the largest in five AdamW steps; 1e-10 leaves room.
@@ -282,7 +282,11 @@ class Case:
             comm=CommConfig(gradients=reduction, bucket_mib=0.004),
             consistency=MODES.get(self.gradients, ConsistencyConfig()),
             train=TrainConfig(
-                steps=STEPS, eval_every=0, global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches
+                steps=STEPS,
+                eval_every=0,
+                global_batch=GLOBAL_BATCH,
+                micro_batches=self.num_micro_batches,
+                seed=SEED,
             ),
             checkpoint=CheckpointConfig(every=0),  # asynchronous workers would pause
             recompute=self.recompute,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
@@ -38,6 +39,8 @@ class ParityOptions:
     only: str | None = None
     """Run only rows whose name contains this text or matches it as a regular expression, such as "dp=2 bucketed.*sgd";
     or the row of --full with exactly this name. Separate several by "; "."""
+    engine: Literal["fast", "mixed", "simple"] | None = None
+    """Run the rows of this engine only (see `minidist train --help`); those of all engines when not given."""
     full: bool = False
     """Run every combination of the switches (thousands) instead of a set that covers every pair of values."""
 
@@ -82,7 +85,7 @@ def choose_cases(options: ParityOptions) -> list[Case]:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}. Make it first.")
     if options.only is None:
-        return list_cases(plan_cases(options.ranks, options.full))
+        return list_cases(plan_cases(options.ranks, options.full, options.engine))
     cases = [case for only in options.only.split(NAME_SEPARATOR) for case in _select_cases(only, options)]
     return list(dict.fromkeys(cases))
 
@@ -97,7 +100,7 @@ def _select_cases(only: str, options: ParityOptions) -> list[Case]:
         pattern = re.compile(only)
     except re.error as error:
         raise UserError(f"--only {only!r} is not a regular expression: {error}.") from None
-    cases = list_cases(plan_cases(options.ranks, options.full))
+    cases = list_cases(plan_cases(options.ranks, options.full, options.engine))
     matching = [case for case in cases if only in case.name or pattern.search(case.name)]
     if not matching:
         raise UserError(
@@ -110,7 +113,7 @@ def _select_cases(only: str, options: ParityOptions) -> list[Case]:
 def describe_plan(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
     """Return lines of text that say what will be compared: how many cases, and how many pairs of switch values."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
-    for part in plan_cases(options.ranks, options.full):
+    for part in plan_cases(options.ranks, options.full, options.engine):
         selected = part.filter_cases(cases)
         covered, pairs = part.count_covered_pairs(selected)
         meshes = len({case.mesh_layout.mesh for case in selected})
@@ -131,7 +134,7 @@ def _list_refused_combinations(options: ParityOptions) -> dict[str, str]:
     Of all combinations with the same reason only the first is listed.
     """
     layout_by_reason: dict[str, str] = {}
-    for part in plan_cases(options.ranks, options.full):
+    for part in plan_cases(options.ranks, options.full, options.engine):
         for name, why in part.refused.items():
             layout_by_reason.setdefault(why, name)
     return {name: why for why, name in layout_by_reason.items()}
@@ -142,7 +145,7 @@ def describe_left_out_combinations(options: ParityOptions, cases: Sequence[Case]
 
     N counts the combinations that could run and are not among `cases`.
     """
-    everything = sum(part.num_combinations for part in plan_cases(options.ranks, options.full))
+    everything = sum(part.num_combinations for part in plan_cases(options.ranks, options.full, options.engine))
     if len(cases) >= everything:
         return {}
     why = "the rows that run contain every pair of their values" if options.only is None else f"--only {options.only}"

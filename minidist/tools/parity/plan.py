@@ -16,6 +16,9 @@ from minidist.validation import validate
 # Every schedule occurs with every number of stages, but not with every mesh.
 _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "stages")))
 
+# With the synchronization modes in which a rank has its own gradients: clipping would be by a rank's own norm.
+_ALONE = {"optimizer": ("sgd",), "clip": (False,), "resume": (False,), "recompute": ("none",)}
+
 
 @dataclass(frozen=True)
 class PlanPart:
@@ -69,20 +72,24 @@ class PlanPart:
 
 
 @cache
-def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
+def plan_cases(ranks: int, full: bool = False, engine: str | None = None) -> tuple[PlanPart, ...]:
     """Plan the parity cases of `minidist parity --ranks N`, N being `ranks`, in three parts (with one rank, only one).
 
     The parts: one rank; N ranks with pure data parallelism; all other layouts of N ranks. A switch is an option of a
     case, such as the optimizer (`SWITCHES`). In each part, for any two switches, every possible combination of their
-    values occurs in some case. full: every possible combination of layout and values of all switches is a case.
+    values occurs in some case. full: every possible combination of layout and values of all switches is a case. engine:
+    only cases of this engine; None: of all engines.
     """
-    parts = [_part("1 rank", 1, [Layout()], full)]
+    parts = [_part("1 rank", 1, [Layout()], full, engine)]
     if ranks > 1:
         plain = Layout(dp=ranks)
         others = [layout for layout in list_layouts(ranks) if layout != plain]
-        parts.append(_part(f"dp={ranks}", ranks, [plain], full))
-        parts.append(_part(f"all other layouts of {ranks} ranks", ranks, others, full))
-    return tuple(parts)
+        parts.append(_part(f"dp={ranks}", ranks, [plain], full, engine))
+        parts.append(_part(f"all other layouts of {ranks} ranks", ranks, others, full, engine))
+    parts = tuple(part for part in parts if part.families)
+    if not parts:
+        raise UserError(f"--engine {engine} has no rows on {ranks} rank: give --ranks 2 or more.")
+    return parts
 
 
 def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
@@ -90,7 +97,7 @@ def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
     return [case for part in parts for case in part.cases]
 
 
-def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> PlanPart:
+def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool, engine: str | None) -> PlanPart:
     refused: dict[str, str] = {}
     families = []
     for layout in layouts:
@@ -101,14 +108,18 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> Plan
         if switches["micro_batches"]:
             features = _features(layout) if len(layouts) > 1 else {}
             restricted = _restrict_gradients(layout, switches)
-            families += [CaseFamily({**switches, **values}, features) for values in restricted]
+            families += [
+                CaseFamily({**switches, **values}, features)
+                for values in restricted
+                if engine in (None, *values["engine"])
+            ]
     return PlanPart(title, tuple(layouts), tuple(families), ranks, full, refused)
 
 
 def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
     """Which dtypes, gradient reductions and engines go together in a layout.
 
-    Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The simple
+    Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The mixed
     engine goes with full precision and the reductions that it has a version of its own for (`validate` accepts them),
     and in ZeRO not with Muon. The synchronization modes in which a rank has its own gradients go with SGD, without
     clipping, which would be by a rank's own norm; their resumption is tested elsewhere.
@@ -121,12 +132,11 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
         {"dtype": HALF, "gradients": kinds, "engine": ("fast",)},
     ]
     if modes := tuple(kind for kind in switches["gradients"] if kind in WITH_OWN_GRADIENTS):
-        alone = {"optimizer": ("sgd",), "clip": (False,), "resume": (False,), "recompute": ("none",)}
-        families.append({"dtype": full, "gradients": modes, "engine": ("fast",), **alone})
-    if "simple" in switches["engine"]:
-        values = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
+        families.append({"dtype": full, "gradients": modes, "engine": ("fast",), **_ALONE})
+    if "mixed" in switches["engine"]:
+        values = {"engine": "mixed", "micro_batches": switches["micro_batches"][-1]}
         simple = tuple(kind for kind in kinds if _refusal(layout, **values, gradients=kind) is None)
-        family = {"dtype": full, "engine": ("simple",)}
+        family = {"dtype": full, "engine": ("mixed",)}
         if _refusal(layout, **values, dropout=switches["dropout"][-1]) is not None:
             family["dropout"] = switches["dropout"][:1]
         optimizers = tuple(kind for kind in switches["optimizer"] if kind != "muon")
@@ -135,6 +145,34 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
             (tuple(kind for kind in simple if kind.startswith("zero")), {"optimizer": optimizers}),
         ):
             families += [{**family, "gradients": kinds, **more}] if kinds else []
+    if "simple" in switches["engine"]:
+        families += _simple_families(layout, switches)
+    return families
+
+
+def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
+    """Which values of the switches the simple engine runs in a layout, and which of them go together; [] if none."""
+    engine = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
+    if _refusal(layout, **engine) is not None:
+        return []
+    accepted = {
+        name: tuple(value for value in values if _refusal(layout, **{**engine, name: value}) is None)
+        for name, values in switches.items()
+        if name not in engine
+    }
+    full = tuple(dtype for dtype in accepted["dtype"] if dtype not in HALF)
+    reductions = tuple(kind for kind in accepted["gradients"] if kind not in WITH_OWN_GRADIENTS)
+    families = [
+        {**accepted, "engine": ("simple",), "gradients": reductions, "dtype": full},
+        {
+            **accepted,
+            "engine": ("simple",),
+            "gradients": tuple(kind for kind in reductions if kind != "naive"),
+            "dtype": HALF,
+        },
+    ]
+    if modes := tuple(kind for kind in accepted["gradients"] if kind in WITH_OWN_GRADIENTS):
+        families.append({**families[0], "gradients": modes, **_ALONE})
     return families
 
 
@@ -182,7 +220,7 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
     """
     restricted: dict[str, tuple[Any, ...]] = {}
     if layout.mesh.world_size == 1:
-        restricted |= {"start": ("equal",), "engine": ("fast",)}
+        restricted |= {"start": ("equal",), "engine": ("fast", "simple")}
     if layout.dp == 1:
         restricted["shares"] = ("equal",)
     restricted["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _is_distinct(layout, kind))

@@ -16,17 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minidist.comm import Groups, World, bind, bind_all_gather_object
-from minidist.fault import checkpoint
-from minidist.parallelize import group_specs, parallelize
-from minidist.parameters import Box, named_parameters
+from minidist.comm import Groups, World, all_gather_object, bind
+from minidist.parameters import Box
 from minidist.tools.output_files import write_atomically
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
 from minidist.tools.parity.compare import Comparison, FirstDifference
+from minidist.tools.parity.engines import ParityEngine, engine_class
 from minidist.tools.parity.muon import CombinedOptimizer, ReferenceMuon
-from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
-from minidist.train.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,8 @@ def run_cases(
         prepare()
     groups: Groups | None = None
     for number, case, reference_number in cases:
-        mesh, specs = case.mesh_layout.mesh, group_specs(case.mesh_layout.mesh, case.config())
+        mesh = case.mesh_layout.mesh
+        specs = engine_class(case.engine).group_specs(mesh, case.config())
         if groups is None or (groups.mesh, groups.specs) != (mesh, tuple(specs)):
             if groups is not None:
                 groups.destroy()
@@ -185,8 +183,8 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstDif
 
         def compare_gradients(step=step, engine=engine, calls=calls):
             calls.append(step)
-            for name, grad in engine.reducer.gradients().items():
-                spec = engine.reducer.master_specs[name]
+            for name, grad in engine.gradients().items():
+                spec = engine.master_specs[name]
                 comparison.compare_tensor("grad", step, name, grad, expected.get(f"{step}/{name}"), spec)
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
@@ -212,15 +210,18 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstDif
 
 
 def _make_report(
-    comparison: Comparison, engine: Engine, expected: dict[str, Tensor], scalars_seen: list, num_reference_clips: int
+    comparison: Comparison,
+    engine: ParityEngine,
+    expected: dict[str, Tensor],
+    scalars_seen: list,
+    num_reference_clips: int,
 ) -> RankReport:
     """Compare parameters and buffers at the end of training, and make the report."""
-    tensors = engine.reducer.checkpoint_tensors()
-    for name, spec in engine.reducer.master_specs.items():
+    tensors = engine.masters()
+    for name, spec in engine.master_specs.items():
         comparison.compare_tensor("param", STEPS, name, tensors[name], expected[f"end/{name}"], spec)
-    parameters = named_parameters(engine.model)
-    if engine.reducer.gatherer is not None:
-        engine.reducer.gatherer.gather_all()
+    parameters = engine.parameters
+    engine.gather_parameters()
     for name, parameter in parameters.items():
         comparison.compare_tensor("param", STEPS, name, parameter, expected[f"end/{name}"], engine.specs[name])
     buffers = dict(engine.model.named_buffers())
@@ -246,30 +247,26 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
 
 
-def _make_engine(groups: Groups, case: Case, clip_norm: float, seed_offset: int = 0) -> Engine:
-    """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
+def _make_engine(groups: Groups, case: Case, clip_norm: float, seed_offset: int = 0) -> ParityEngine:
+    """The case's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
     own = seed_offset + (groups.world.rank if case.start == "different" else 0)
     model = case.make_model(SEED + own)
     with torch.no_grad():
         model.frozen.add_(own)
         model.offset.add_(own)
-    config = case.config(clip_norm)
-    return Engine(parallelize(model, groups, config), groups, config.optim, SEED)
+    return engine_class(case.engine)(model, groups, case.config(clip_norm))
 
 
-def _resume_engine(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
+def _resume_engine(engine: ParityEngine, groups: Groups, case: Case, clip_norm: float, step: int) -> ParityEngine:
     """Save a checkpoint and load it into a new engine that was initialised with other values."""
     control = groups["control"]
-    all_gather = bind_all_gather_object(control)
-    root = all_gather(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
+    root = all_gather_object(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None, control)[0]
     try:
-        path = checkpoint.save_checkpoint(root, step, checkpoint_shards(engine), {}, all_gather, control.rank)
+        path = engine.save(root, step)
         engine = _make_engine(groups, case, clip_norm, seed_offset=1000)
-        create_optimizer_states(engine, checkpoint.read_index(path).tensors)
-        checkpoint.load_checkpoint(path, checkpoint_shards(engine), all_gather, control.rank)
-        engine.reducer.after_load()
+        engine.load(path)
     finally:
-        all_gather(None)
+        all_gather_object(None, control)
         if control.rank == 0:
             shutil.rmtree(root, ignore_errors=True)
     return engine

@@ -1,0 +1,246 @@
+"""A run: data, steps, log lines, evaluation and checkpoints, the same on one rank and on many.
+
+    from minidist.simple.trainer import train
+    train(world, config)     # on every rank
+
+`Trainer.run` reads like a single-process training loop: all that is parallel is in the engine, in what `load` and
+`save` exchange, and in the sample numbers that the loader is asked for.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.comm import Meter, World, all_gather_object, bind
+from minidist.config import Config, to_toml
+from minidist.data.corpus import open_corpus
+from minidist.data.loader import Loader, evaluation_loader
+from minidist.errors import DamagedError, RunError, UserError, format_ranks
+from minidist.learning_rate import learning_rate
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
+from minidist.simple import checkpoint
+from minidist.simple.engine import Engine
+from minidist.simple.mixed_precision import Decision
+from minidist.simple.parallelize import group_specs, parallelize
+from minidist.simple.recovery import differing_replicas, recover, replicated_tensors
+from minidist.simple.training_state import create_optimizer_states, state_shards
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: number of completed steps, and of samples that they have consumed."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+class LogLines:
+    """Observer that prints a line for each step, evaluation and checkpoint. is_on: whether it does, as on rank 0."""
+
+    def __init__(self, is_on: bool):
+        self.is_on = is_on
+
+    def on_step(self, trainer: "Trainer", decision: Decision) -> None:
+        """Print the outcome of a step, every `train.log_every` steps."""
+        step, train = trainer.progress.step, trainer.config.train
+        if decision.overflowed:
+            self.on_note(f"step {step}: gradients overflowed; the step was skipped, and the loss scale halved")
+        elif step % train.log_every == 0 or step in (1, train.steps):
+            loss = "no token counts" if decision.loss is None else f"loss {decision.loss:.4f}"
+            self.on_note(f"step {step}: {loss}, gradient norm {decision.grad_norm:.3f}, {trainer.step_time_s:.3f} s")
+
+    def on_evaluation(self, step: int, loss: float, num_models: int) -> None:
+        """Print the held-out loss in nats; with more than one model, it is the mean of theirs."""
+        self.on_note(f"step {step}: held-out loss {loss:.4f}")
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Print the folder of a checkpoint that has just been saved."""
+        self.on_note(f"checkpoint: {path}")
+
+    def on_note(self, line: str) -> None:
+        """Print a line."""
+        if self.is_on:
+            print(line, flush=True)
+
+
+class Trainer:
+    """One rank of a run. The constructor builds everything and resumes, if the run's folder has a checkpoint.
+
+    observers: objects with some of the methods of `LogLines` and `on_end(trainer, summary)`; each is called on every
+    rank. meter: counts the bytes that this rank sends. Raises UserError on all ranks if the run is impossible.
+    """
+
+    def __init__(self, world: World, config: Config, observers: Sequence[Any] = (), meter: Meter | None = None):
+        self.world, self.config, self.observers = world, config, tuple(observers)
+        self.mesh = config.mesh_of(world.size)
+        self.groups = bind(world, self.mesh, group_specs(self.mesh, config), meter=meter or Meter(keep=False))
+        self.control = self.groups["control"]
+        fingerprints = checkpoint.on_all_ranks(self.open_corpus, self.control)
+        if len(set(fingerprints)) > 1:
+            raise UserError("the ranks read different texts: give all of them the same --data.path.")
+        self.folder, checkpoints = self.open_folder()
+        self.config_text = to_toml(config)  # saved in checkpoints
+        model = Transformer(config.model)
+        init_parameters(model, config.train.seed)
+        self.engine = Engine(parallelize(model.to(world.device), self.groups, config), self.groups, config)
+        self.progress, self.step_time_s = Progress(), 0.0
+        self.resumed_from = self.resume(checkpoints)
+
+    def open_corpus(self) -> str:
+        """Open the text and its loaders; return its fingerprint. Raises UserError if the model has too few tokens."""
+        data, train, vocab_size = self.config.data, self.config.train, self.config.model.vocab_size
+        self.corpus = open_corpus(data.source, data.path, data.seq_len)
+        if self.corpus.vocab_size > vocab_size:
+            raise UserError(
+                f"the corpus has {self.corpus.vocab_size} different tokens, the model {vocab_size}: "
+                f"give --model.vocab-size {self.corpus.vocab_size} or more."
+            )
+        self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
+        self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
+        return self.corpus.fingerprint
+
+    def open_folder(self) -> tuple[Path, list[Path]]:
+        """Collective: return the run's folder, and the checkpoints to try to resume from, in this order."""
+        folder = Path(self.config.folder)
+        # Rank 0's list: another rank may see a checkpoint a moment later.
+        return folder, all_gather_object(checkpoint.complete_checkpoints(folder / "checkpoints")[::-1], self.control)[0]
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call the method `event` of all observers that have it."""
+        for observer in self.observers:
+            if hasattr(observer, event):
+                getattr(observer, event)(*args)
+
+    def is_stop_requested(self) -> bool:
+        """Return whether this rank asks for the end of the run; all ranks then stop after the same step."""
+        return False
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
+        train, every, digest_every = self.config.train, self.config.checkpoint.every, self.config.fault.digest_every
+        is_stopped = False
+        while self.progress.step < train.steps and not is_stopped:
+            decision = self.step()
+            step, is_last = self.progress.step, self.progress.step == train.steps
+            self.notify("on_step", self, decision)
+            if digest_every and step % digest_every == 0:
+                self.compare_replicas()
+            if train.eval_every and step % train.eval_every == 0 and not is_last and not decision.stop_requested:
+                self.evaluate()
+            is_stopped = self.agree_on_stop(decision)
+            if (every and step % every == 0) or is_last or is_stopped:
+                self.save()
+        self.notify("on_last_step", self)
+        is_stopped = is_stopped and self.progress.step < train.steps
+        summary = {"step": self.progress.step, "stopped": is_stopped, "folder": str(self.folder)}
+        if not is_stopped:
+            summary["held_out_loss"] = self.evaluate()
+        self.notify("on_end", self, summary)
+        return summary
+
+    def step(self) -> Decision:
+        """Collective: train on the next global batch. Raises RunError if the loss or a gradient is not finite."""
+        begin_s = time.perf_counter()
+        config, step = self.config, self.progress.step
+        data, train = config.data, config.train
+        dp_rank = self.mesh.coords(self.world.rank)["dp"]
+        batches = self.loader.micro_batches(
+            self.progress.consumed_samples, train.global_batch, dp_rank, self.mesh.dp, train.micro_batches, data.shares
+        )
+        weight = data.weights[dp_rank] if data.weights else 1.0
+        lr = learning_rate(config.optim, step, train.steps)
+        decision = self.engine.step(step, batches, lr, weight, self.is_stop_requested())
+        scaler = self.engine.scaler
+        if not decision.is_finite and (not decision.overflowed or scaler.exhausted):
+            raise RunError(f"step {step + 1}: the loss or a gradient is not finite. Lower --optim.lr.")
+        self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
+        self.step_time_s = time.perf_counter() - begin_s
+        return decision
+
+    def agree_on_stop(self, decision: Decision) -> bool:
+        """Collective: return whether any rank asks for the end. Replicas that train separately meet in merges only."""
+        merger = self.engine.merger
+        if merger is None:
+            return decision.stop_requested
+        if merger.num_different_models > 1:
+            return False
+        return any(all_gather_object(self.is_stop_requested(), self.control))
+
+    def compare_replicas(self) -> None:
+        """Collective: compare the bits of all replicas; repair those that differ, if told to, else raise RunError."""
+        found = differing_replicas(replicated_tensors(self), self.engine.control)
+        if not found:
+            return
+        ranks = sorted(set().union(*found.values()))
+        name = next(iter(found))
+        what = f"step {self.progress.step}: the replicas of {name} differ, on {format_ranks(found[name])}."
+        if not self.config.fault.repair:
+            raise RunError(f"{what} Go on from the last checkpoint, or repair replicas with --fault.repair.")
+        recover(self, None if self.world.rank in ranks else self)
+        self.notify("on_note", f"{what} Repaired from the others.")
+
+    def evaluate(self) -> float:
+        """Collective: return the mean loss of the held-out samples, in nats per token."""
+        dp_rank, merger = self.mesh.coords(self.world.rank)["dp"], self.engine.merger
+        num_samples = self.held_out.num_samples
+        per_micro_batch = max(1, self.config.train.global_batch // self.config.train.micro_batches)
+        num_batches = -(-num_samples // per_micro_batch)
+        loss = self.engine.evaluate(self.held_out.micro_batches(0, num_samples, dp_rank, self.mesh.dp, num_batches))
+        self.notify("on_evaluation", self.progress.step, loss, 1 if merger is None else merger.num_different_models)
+        return loss
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Collective: save all that decides how the run goes on, and delete old checkpoints."""
+        scaler, step, root = self.engine.scaler, self.progress.step, self.folder / "checkpoints"
+        state = {
+            "config": self.config_text,
+            "step": step,
+            "position": self.progress.consumed_samples,
+            "corpus": self.corpus.fingerprint,
+            "corpus_name": self.corpus.describe(),
+            "replicas": self.config.num_replicas(self.mesh),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        path = checkpoint.save(root, step, state_shards(self.engine), state, self.control)
+        if self.world.rank == 0:
+            checkpoint.prune(root, self.config.checkpoint.keep)
+        self.notify("on_checkpoint", path)
+
+    def resume(self, paths: Sequence[Path]) -> Path | None:
+        """Collective: load the first intact checkpoint; return its path, None if there is no checkpoint at all."""
+        for path in paths:
+            try:
+                self.load(path)
+                return path
+            except DamagedError as error:
+                if path == paths[-1]:
+                    raise
+                self.notify("on_note", f"{error} Trying the checkpoint before it.")
+        return None
+
+    def load(self, path: Path) -> None:
+        """Collective: continue from a checkpoint that any layout, and either engine, has saved."""
+        index = checkpoint.on_all_ranks(lambda: checkpoint.read_index(path), self.control)[self.world.rank]
+        if index["state"]["corpus"] != self.corpus.fingerprint:
+            raise UserError(
+                f"{path} was trained on another corpus ({index['state']['corpus_name']}) than this run has "
+                f"({self.corpus.describe()}): give the same --data.source or --data.path, or another --folder."
+            )
+        create_optimizer_states(self.engine, index["tensors"])
+        state = checkpoint.load(path, state_shards(self.engine), self.control)["state"]
+        self.engine.reducer.update_parameters()
+        if self.engine.scaler is not None and state["loss_scaler"]:
+            self.engine.scaler.load_state_dict(state["loss_scaler"])
+        self.progress = Progress(state["step"], state["position"])
+
+
+def train(world: World, config: Config) -> dict[str, Any]:
+    """Collective: train as `config` says, and print a line for each logged step; return the summary of the run."""
+    return Trainer(world, config, [LogLines(world.rank == 0)]).run()

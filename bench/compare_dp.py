@@ -6,7 +6,16 @@ from functools import partial
 
 from bench import baselines, command_line
 from bench.compare_contenders import Comparison, ContenderSpec, compare_contenders
-from bench.contenders import MODES, NO_COMMUNICATION, Contender, ContenderContext, Minidist, NoCommunication, TorchDDP
+from bench.contenders import (
+    MODES,
+    NO_COMMUNICATION,
+    Contender,
+    ContenderContext,
+    Minidist,
+    NoCommunication,
+    SimpleMinidist,
+    TorchDDP,
+)
 from bench.workload import WORKLOADS
 from minidist.tools.launch import RankServer
 
@@ -14,6 +23,8 @@ MINIDIST, TORCH_DDP = "minidist", "torch DDP"
 CONTENDERS: dict[str, Callable[[ContenderContext], Contender]] = {
     MINIDIST: Minidist,
     "minidist naive": partial(Minidist, gradients="naive"),
+    "minidist simple": SimpleMinidist,
+    "minidist simple naive": partial(SimpleMinidist, gradients="naive"),
     TORCH_DDP: TorchDDP,
     "torch DDP bucket view": partial(TorchDDP, gradient_as_bucket_view=True),
     "DeepSpeed ZeRO-0": baselines.DeepSpeed,
@@ -56,6 +67,8 @@ def available_contenders(ranks: int, global_batch: int) -> tuple[list[str], list
 def _compare(server: RankServer, options, ranks: int, mode: str) -> Comparison:
     work = WORKLOADS[options.size]
     names, left_out = available_contenders(ranks, work.global_batch)
+    if mode == "bare":  # the simple engine has no such step
+        names = [name for name in names if "simple" not in name]
     specs = {name: ContenderSpec(CONTENDERS[name], MINIDIST) for name in names if name in options.only}
     return compare_contenders(
         server, specs, work, ranks, mode, options.rounds, options.steps, not options.no_memory, left_out

@@ -22,12 +22,17 @@ from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-# Upper limits of minidist's step time over the baseline's: (contender, baseline, backend or None for any) -> limit.
+# Upper limits of minidist's step time over the baseline's: (contender, baseline, backend or None for any) -> limit. There
+# is none for the simple engine.
 MAX_RATIOS = {
     ("tp", "DTensor", None): 0.90,
     ("tp", "half the batch", "shm"): 1.15,
     ("tp sequence", "DTensor sequence", None): 0.85,
     **{(schedule, f"torch {schedule}", None): 0.95 for schedule in SCHEDULES},
+    **{(f"{name} simple", name, None): None for name in ("tp", "tp sequence", "gpipe", "1f1b")},
+    ("tp simple", "DTensor", None): None,
+    ("tp sequence simple", "DTensor sequence", None): None,
+    **{(f"{schedule} simple", f"torch {schedule}", None): None for schedule in ("gpipe", "1f1b")},
 }
 
 

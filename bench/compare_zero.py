@@ -6,7 +6,14 @@ from functools import partial
 from bench import command_line
 from bench.bootstrap import ConfidenceInterval, overhead_ratio, paired_interval
 from bench.compare_contenders import Comparison, ContenderResult, ContenderSpec, compare_contenders
-from bench.contenders import NO_COMMUNICATION, Contender, ContenderContext, Minidist, NoCommunication
+from bench.contenders import (
+    NO_COMMUNICATION,
+    Contender,
+    ContenderContext,
+    Minidist,
+    NoCommunication,
+    SimpleMinidist,
+)
 from bench.workload import WORKLOADS
 from bench.zero_baselines import BASELINES, available_baselines
 from minidist.tools.launch import RankServer
@@ -28,6 +35,7 @@ CONTENDERS: dict[str, Callable[[ContenderContext], Contender]] = {
         for backend in BACKENDS
         for stage in STAGES
     },
+    **{f"minidist simple ZeRO-{stage}": partial(SimpleMinidist, stage=stage, backend="gloo") for stage in STAGES},
     **{name: baseline.make for name, baseline in BASELINES.items()},
     NO_COMMUNICATION: NoCommunication,
 }
@@ -65,7 +73,12 @@ def _compare(server: RankServer, options, ranks: int) -> Comparison:
 
 
 def minidist_counterpart(name: str) -> str | None:
-    """Return the minidist contender of a baseline's stage and backend; None if `name` is no baseline."""
+    """Return the contender of minidist's fast engine with the stage and backend of a baseline or of the simple engine.
+
+    None if `name` is neither.
+    """
+    if "simple" in name:
+        return minidist_name(int(name[-1]), "gloo")
     return minidist_name(BASELINES[name].stage, BASELINES[name].backend) if name in BASELINES else None
 
 
@@ -91,7 +104,8 @@ def verdicts(comparison: Comparison) -> Iterator[str]:
 
 def _baseline_results(comparison: Comparison, stage: int, backend: str) -> list[ContenderResult]:
     counterpart = minidist_name(stage, backend)
-    return [result for result in comparison.results if minidist_counterpart(result.name) == counterpart]
+    baselines = [result for result in comparison.results if result.name in BASELINES]
+    return [result for result in baselines if minidist_counterpart(result.name) == counterpart]
 
 
 def _verdict(target: str, met: bool, comparison: Comparison, evidence: str) -> str:

@@ -1,4 +1,4 @@
-"""The contenders without extra dependencies: minidist, torch DDP, and training without communication.
+"""The contenders without extra dependencies: minidist's two engines, torch DDP, and training without communication.
 
 Each contender trains one model on one rank's part of the batch, in one of two modes:
 
@@ -11,7 +11,7 @@ A baseline's step is what a careful user of that library writes: the loss is sca
 ranks equals the sum over ranks divided by the global token count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from bench.workload import RankBatch, Workload, named_gradients, optimizer_kernel
-from minidist.comm import Meter, World, all_reduce, bind
+from minidist.comm import Groups, Meter, World, all_reduce, bind
 from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
 from minidist.parallelize import group_specs, parallelize
+from minidist.parameters import ParamSpec
+from minidist.tools.parity.engines import SimpleParityEngine
 from minidist.train.engine import Engine
 
 MODES = ("full", "bare")
@@ -99,17 +101,56 @@ class Minidist:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full gradients by parameter name, gathered from shards if necessary."""
+        reducer = self.engine.reducer
+        return _gather_gradients(reducer.gradients(), reducer.master_specs, self.engine.parameters, self.engine.groups)
+
+
+class SimpleMinidist:
+    """minidist's simple engine, as `minidist train --engine simple` drives it, in mode "full" only.
+
+    stage: the ZeRO stage; 0 is plain data parallelism. comm: as in `Minidist`.
+    """
+
+    exact = True
+
+    def __init__(self, context: ContenderContext, stage: int = 0, **comm):
+        work, self.steps, self.lr = context.work, 0, context.work.optim.lr
+        config = Config(model=work.model, comm=CommConfig(**comm), optim=work.optim, zero=ZeroConfig(stage))
+        mesh = Mesh(dp=context.world.size)
+        specs, backend = SimpleParityEngine.group_specs(mesh, config), comm.get("backend")
+        groups = bind(context.world, mesh, specs, meter=Meter(keep=False), backend=backend)
+        self.engine = SimpleParityEngine(work.build_model(), groups, config)
+        self.kernel = optimizer_kernel(self.engine.engine.optimizer)
+
+    def step(self, batch, inspect=None):
+        """Train one step on this rank's batch; see `Contender.step`."""
+        self.steps += 1
+        inspect_full = (lambda: None) if inspect is None else lambda: inspect(self.gradients())
+        result = self.engine.step(self.steps, [batch.batch], self.lr, inspect_full)
+        return result.loss, result.grad_norm
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the full gradients by parameter name, gathered from shards if necessary."""
         engine = self.engine
-        specs, group, full = engine.reducer.master_specs, engine.groups["loss"], {}
-        shards, rank = engine.reducer.gradients(), engine.groups.world.rank
-        owned = {name: grad for name, grad in shards.items() if specs[name].owner == rank}
-        for name, parameter in engine.parameters.items():
-            full[name], start = torch.zeros(parameter.shape), 0
-            for box in specs[name].boxes if name in owned else ():
-                full[name][box.slices] = owned[name].flatten()[start : start + box.numel].view(box.shape)
-                start += box.numel
-            all_reduce(full[name], group)
-        return full
+        return _gather_gradients(engine.gradients(), engine.master_specs, engine.parameters, engine.groups)
+
+
+def _gather_gradients(
+    shards: Mapping[str, Tensor],
+    specs: Mapping[str, ParamSpec],
+    parameters: Mapping[str, nn.Parameter],
+    groups: Groups,
+) -> dict[str, Tensor]:
+    """Collective: return the full gradients of all `parameters`, by name. shards: this rank's parts, as in `specs`."""
+    rank, group, full = groups.world.rank, groups["control"], {}
+    owned = {name: grad for name, grad in shards.items() if specs[name].owner == rank}
+    for name, parameter in parameters.items():
+        full[name], start = torch.zeros(parameter.shape), 0
+        for box in specs[name].boxes if name in owned else ():
+            full[name][box.slices] = owned[name].flatten()[start : start + box.numel].view(box.shape)
+            start += box.numel
+        all_reduce(full[name], group)
+    return full
 
 
 @dataclass

@@ -32,6 +32,8 @@ from minidist.mesh import Mesh
 from minidist.models.transformer import cross_entropy_sum
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallelize import assign_layers, group_specs, parallelize
+from minidist.simple import parallelize as simple_parallelize
+from minidist.simple.engine import Engine as SimpleEngine
 from minidist.train.engine import Engine
 
 LossAndNorm = tuple[float, float]  # gradient norm before clipping
@@ -59,7 +61,7 @@ class Minidist:
     exact = True
 
     def __init__(self, work: Workload, world: World, mesh: Mesh, parallel: ParallelConfig, micro_batches: int = 1):
-        self.micro_batches, self.steps = micro_batches, 0
+        self.micro_batches, self.steps, self.lr = micro_batches, 0, work.optim.lr
         config = Config(
             model=work.model,
             mesh=MeshConfig(**mesh.sizes),
@@ -75,8 +77,25 @@ class Minidist:
         """Train one step on a global batch; return loss and gradient norm before clipping, both global."""
         self.steps += 1
         batches = batch_range.micro_batches(0, 1, self.micro_batches)
-        result = self.engine.step(self.steps, batches, self.engine.optim.lr)
+        result = self.engine.step(self.steps, batches, self.lr)
         return result.loss, result.grad_norm
+
+
+class SimpleMinidist(Minidist):
+    """minidist's simple engine on any mesh, as `minidist train --engine simple` drives it."""
+
+    def __init__(self, work: Workload, world: World, mesh: Mesh, parallel: ParallelConfig, micro_batches: int = 1):
+        self.micro_batches, self.steps, self.lr = micro_batches, 0, work.optim.lr
+        config = Config(
+            model=work.model,
+            mesh=MeshConfig(**mesh.sizes),
+            parallel=parallel,
+            optim=work.optim,
+            train=TrainConfig(micro_batches=micro_batches),
+        )
+        groups = bind(world, mesh, simple_parallelize.group_specs(mesh, config), meter=Meter(keep=False))
+        self.engine = SimpleEngine(simple_parallelize.parallelize(work.build_model(), groups, config), groups, config)
+        self.kernel = optimizer_kernel(self.engine.optimizer)
 
 
 class HalfBatch:
@@ -238,6 +257,10 @@ Makers = dict[str, Callable[[Workload, World], "Minidist | HalfBatch | TorchTens
 TENSOR_PARALLEL: Makers = {
     "tp": lambda work, world: Minidist(work, world, Mesh(tp=world.size), ParallelConfig()),
     "tp sequence": lambda work, world: Minidist(work, world, Mesh(tp=world.size), ParallelConfig(sequence=True)),
+    "tp simple": lambda work, world: SimpleMinidist(work, world, Mesh(tp=world.size), ParallelConfig()),
+    "tp sequence simple": lambda work, world: SimpleMinidist(
+        work, world, Mesh(tp=world.size), ParallelConfig(sequence=True)
+    ),
     "DTensor": TorchTensorParallel,
     "DTensor sequence": lambda work, world: TorchTensorParallel(work, world, sequence=True),
     "half the batch": HalfBatch,
@@ -247,7 +270,12 @@ TENSOR_PARALLEL: Makers = {
 def pipeline_makers(schedule: str, micro_batches: int) -> Makers:
     """Return the constructors of minidist's and torch's contenders for one pipeline schedule, by name."""
     config = ParallelConfig(schedule=schedule)
-    return {
+    makers: Makers = {
         schedule: lambda work, world: Minidist(work, world, Mesh(pp=world.size), config, micro_batches),
         f"torch {schedule}": lambda work, world: TorchPipeline(work, world, schedule, micro_batches),
     }
+    if schedule in ("gpipe", "1f1b"):
+        makers[f"{schedule} simple"] = lambda work, world: SimpleMinidist(
+            work, world, Mesh(pp=world.size), config, micro_batches
+        )
+    return makers

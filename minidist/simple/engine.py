@@ -220,4 +220,4 @@ def make_optimizer(config: Config, masters: dict[str, Tensor], specs: dict[str, 
     param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
     if optim.kind == "sgd":
         return torch.optim.SGD(param_groups, optim.lr, optim.momentum)
-    return torch.optim.AdamW(param_groups, optim.lr, optim.betas, optim.eps)
+    return torch.optim.AdamW(param_groups, optim.lr, optim.betas, optim.eps, fused=True)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,7 @@ class Answer:
 
     def __init__(self, module: Any, note: Callable[[str], None]):
         self._module, self._note = module, note
+        self._signatures: dict[str, tuple[Callable, inspect.Signature]] = {}  # reading one takes longer than most calls
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
@@ -146,16 +147,27 @@ class Answer:
 
         @functools.wraps(value)
         def called(*args, **kwargs):
-            self._note(_call_text(name, value, args, kwargs))
+            bound = mismatch = None
             try:
-                inspect.signature(value).bind(*args, **kwargs)
+                bound = self._signature(name, value).bind(*args, **kwargs).arguments
             except ValueError:  # a built-in function without a signature
                 pass
             except TypeError as error:
-                raise Wrong("type", f"{name} must accept these arguments, as in the stub: {error}") from None
+                mismatch = error
+            self._note(_call_text(name, bound, args))
+            if mismatch is not None:
+                raise Wrong("type", f"{name} must accept these arguments, as in the stub: {mismatch}")
             return value(*args, **kwargs)
 
         return called
+
+    def _signature(self, name: str, function: Callable) -> inspect.Signature:
+        """Return the signature of the function that has this name now."""
+        known, signature = self._signatures.get(name, (None, None))
+        if known is not function:
+            signature = inspect.signature(function)
+            self._signatures[name] = function, signature
+        return signature
 
 
 class RunningCall:
@@ -185,12 +197,12 @@ def learner_file(answer: Answer) -> str:
     return answer._module.__file__
 
 
-def _call_text(name: str, function: Callable, args: Sequence, kwargs: dict) -> str:
-    try:
-        bound = inspect.signature(function).bind(*args, **kwargs).arguments
-        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
-    except (TypeError, ValueError):
+def _call_text(name: str, bound: Mapping[str, Any] | None, args: Sequence) -> str:
+    """Format a call. bound: its arguments by name; None if they do not fit or the function has no signature."""
+    if bound is None:
         parts = [_brief(value) for value in args]
+    else:
+        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
     text = f"{name}({', '.join(parts)})"
     return text if len(text) <= _CALL_SHOWN else f"{text[: _CALL_SHOWN - 4]} ..."
 

@@ -22,8 +22,8 @@ from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-# Upper limits of minidist's step time over the baseline's: (contender, baseline, backend or None for any) -> limit. There
-# is none for the simple engine.
+# Upper limits of minidist's step time over the baseline's: (contender, baseline, backend or None for any) -> limit.
+# There is none for the simple engine.
 MAX_RATIOS = {
     ("tp", "DTensor", None): 0.90,
     ("tp", "half the batch", "shm"): 1.15,

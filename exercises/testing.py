@@ -15,7 +15,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,7 @@ class Answer:
 
     def __init__(self, module: Any, note: Callable[[str], None], after_call: Callable[[], None] = lambda: None):
         self._module, self._note, self._after_call = module, note, after_call
+        self._signatures: dict[str, tuple[Callable, inspect.Signature]] = {}  # reading one takes longer than most calls
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
@@ -151,18 +152,29 @@ class Answer:
 
         @functools.wraps(value)
         def called(*args, **kwargs):
-            self._note(_call_text(name, value, args, kwargs))
+            bound = mismatch = None
             try:
-                inspect.signature(value).bind(*args, **kwargs)
+                bound = self._signature(name, value).bind(*args, **kwargs).arguments
             except ValueError:  # a built-in function without a signature
                 pass
             except TypeError as error:
-                raise Wrong("type", f"{name} must accept these arguments, as in the stub: {error}") from None
+                mismatch = error
+            self._note(_call_text(name, bound, args))
+            if mismatch is not None:
+                raise Wrong("type", f"{name} must accept these arguments, as in the stub: {mismatch}")
             result = value(*args, **kwargs)
             self._after_call()
             return result
 
         return called
+
+    def _signature(self, name: str, function: Callable) -> inspect.Signature:
+        """Return the signature of the function that has this name now."""
+        known, signature = self._signatures.get(name, (None, None))
+        if known is not function:
+            signature = inspect.signature(function)
+            self._signatures[name] = function, signature
+        return signature
 
 
 class RunningCall:
@@ -192,12 +204,12 @@ def learner_file(answer: Answer) -> str:
     return answer._module.__file__
 
 
-def _call_text(name: str, function: Callable, args: Sequence, kwargs: dict) -> str:
-    try:
-        bound = inspect.signature(function).bind(*args, **kwargs).arguments
-        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
-    except (TypeError, ValueError):
+def _call_text(name: str, bound: Mapping[str, Any] | None, args: Sequence) -> str:
+    """Format a call. bound: its arguments by name; None if they do not fit or the function has no signature."""
+    if bound is None:
         parts = [_brief(value) for value in args]
+    else:
+        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
     text = f"{name}({', '.join(parts)})"
     return text if len(text) <= _CALL_SHOWN else f"{text[: _CALL_SHOWN - 4]} ..."
 

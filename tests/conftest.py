@@ -2,14 +2,18 @@
 
 import os
 import signal
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from minidist.tools.launch import RankServer
+from minidist.tools.launch import RankServer, client
+from tests.helpers import warm_python
 from tests.helpers.processes import wait_until
+from tests.helpers.small_run import descendants
 
 # Torch's threads sleep while they wait for each other: on two busy cores, spinning takes more time than the work.
 # OpenMP reads this once, when torch is imported; every process that a test starts inherits it.
@@ -45,6 +49,9 @@ PRELOAD = (
 )
 _SHM = Path("/dev/shm")
 
+# The rank servers that tests start are forked from a warm process, too.
+client.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": warm_python.warm_python.popen})
+
 
 @pytest.fixture(scope="session")
 def _nothing_is_left_behind():
@@ -52,6 +59,9 @@ def _nothing_is_left_behind():
     before = _shm_files()
     children_before = _child_pids()
     yield
+    started = warm_python.warm_python.pid
+    assert not started or wait_until(lambda: not descendants(started), _CLEANUP_S), "programs are still running"
+    warm_python.close_all()
     wait_until(lambda: not (_child_pids() - children_before or _shm_files() - before), _CLEANUP_S)
     left = {pid: _command_line(pid) for pid in _child_pids() - children_before}
     assert not left, f"these child processes are still there: {left}"

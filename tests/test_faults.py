@@ -12,17 +12,20 @@ from tests.helpers.fault_patches import (
     PACKAGE,
     Edit,
     Fault,
-    ForkServer,
     copy_package,
     read_fault,
     read_faults,
+    run_on_copy,
 )
 from tests.helpers.undefined_names import find_undefined_names
 
 DEADLINE_S = 240.0
 FAULT_LIST = read_faults()
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a warm process on Linux only")
+pytestmark = [
+    pytest.mark.usefixtures("_nothing_is_left_behind"),
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only"),
+]
 
 
 def test_no_fault_fails_because_of_an_undefined_name(tmp_path):
@@ -35,18 +38,11 @@ def test_no_fault_fails_because_of_an_undefined_name(tmp_path):
     assert find_undefined_names({" ".join(key): text for key, text in texts.items()}, tmp_path) == []
 
 
-@pytest.fixture(scope="module")
-def fork_server(_nothing_is_left_behind):
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-def run_parity(fork_server, folder, only, ranks):
+def run_parity(folder, only, ranks):
     """Run these parity rows on the copy in `folder`; return exit code, the JSON report and the output."""
     file = folder / "rows.json"
     arguments = ["--ranks", str(ranks), "--only", NAME_SEPARATOR.join(only), "--json", str(file)]
-    code, output = fork_server.run(folder, "minidist.tools.parity", arguments, DEADLINE_S)
+    code, output = run_on_copy(folder, "minidist.tools.parity", arguments, DEADLINE_S)
     assert code is not None, f"parity was not done after {DEADLINE_S:g} s; it printed\n{output}"
     assert file.exists(), f"parity ended with exit code {code} and no rows; it printed\n{output}"
     return code, json.loads(file.read_text()), output
@@ -58,18 +54,18 @@ def count_rows(results):
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULT_LIST if fault.only], ids=lambda fault: fault.name)
-def test_each_fault_fails_parity_at_the_expected_first_value(fault, fork_server, tmp_path):
-    assert_parity_is_red(fork_server, tmp_path, fault, fault.only[:1])
+def test_each_fault_fails_parity_at_the_expected_first_value(fault, tmp_path):
+    assert_parity_is_red(tmp_path, fault, fault.only[:1])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [fault for fault in FAULT_LIST if fault.only[1:]], ids=lambda fault: fault.name)
-def test_each_fault_fails_all_of_its_parity_rows(fault, fork_server, tmp_path):
-    assert_parity_is_red(fork_server, tmp_path, fault, fault.only[1:])
+def test_each_fault_fails_all_of_its_parity_rows(fault, tmp_path):
+    assert_parity_is_red(tmp_path, fault, fault.only[1:])
 
 
-def assert_parity_is_red(fork_server, folder, fault, rows):
-    code, results, output = run_parity(fork_server, copy_package(folder, fault.edit), rows, fault.ranks)
+def assert_parity_is_red(folder, fault, rows):
+    code, results, output = run_parity(copy_package(folder, fault.edit), rows, fault.ranks)
     messages = [row["first_wrong"] for row in results["rows"]] + [row["why"] for row in results["not_run"]]
     assert code == 1 and count_rows(results) == len(rows), f"{fault.title} It stayed green:\n{output}"
     assert not any(row["ok"] for row in results["rows"]), f"{fault.title} A row stayed green:\n{output}"
@@ -78,12 +74,12 @@ def assert_parity_is_red(fork_server, folder, fault, rows):
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULT_LIST if fault.detector], ids=lambda fault: fault.name)
-def test_each_fault_with_a_detector_fails_that_test(fault, fork_server, tmp_path):
+def test_each_fault_with_a_detector_fails_that_test(fault, tmp_path):
     detector = f"{FAULTS.parent.parent}/{fault.detector}"
     # Without pyproject's pythonpath, which would put the real package before the patched copy.
     plain = ["-p", "no:cacheprovider", "-o", "pythonpath=", "--basetemp", str(tmp_path / "temporary")]
     arguments = ["-x", *plain, "-m", "", detector]
-    code, output = fork_server.run(copy_package(tmp_path, fault.edit), "pytest", arguments, DEADLINE_S)
+    code, output = run_on_copy(copy_package(tmp_path, fault.edit), "pytest", arguments, DEADLINE_S)
     assert code is not None, f"{fault.detector} was not done after {DEADLINE_S:g} s; it printed\n{output}"
     # An assertion must fail, not an import or a missing name: those fail with and without the fault.
     failed = (
@@ -95,25 +91,25 @@ def test_each_fault_with_a_detector_fails_that_test(fault, fork_server, tmp_path
 
 
 @pytest.mark.parametrize("ranks", sorted({fault.ranks for fault in FAULT_LIST}))
-def test_parity_passes_without_a_fault(ranks, fork_server, tmp_path):
-    assert_rows_are_green(ranks, fork_server, tmp_path, slice(1))
+def test_parity_passes_without_a_fault(ranks, tmp_path):
+    assert_rows_are_green(ranks, tmp_path, slice(1))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", sorted({fault.ranks for fault in FAULT_LIST}))
-def test_all_parity_rows_of_the_faults_pass_without_a_fault(ranks, fork_server, tmp_path):
-    assert_rows_are_green(ranks, fork_server, tmp_path, slice(None))
+def test_all_parity_rows_of_the_faults_pass_without_a_fault(ranks, tmp_path):
+    assert_rows_are_green(ranks, tmp_path, slice(None))
 
 
-def assert_rows_are_green(ranks, fork_server, tmp_path, which):
+def assert_rows_are_green(ranks, tmp_path, which):
     only = sorted({name for fault in FAULT_LIST if fault.ranks == ranks for name in fault.only[which]})
-    code, results, output = run_parity(fork_server, copy_package(tmp_path), only, ranks)
+    code, results, output = run_parity(copy_package(tmp_path), only, ranks)
     assert code == 0 and count_rows(results) == len(only) and all(row["ok"] for row in results["rows"]), output
 
 
-def test_a_program_that_hangs_is_ended_at_its_deadline(fork_server, tmp_path):
+def test_a_program_that_hangs_is_ended_at_its_deadline(tmp_path):
     (tmp_path / "endless.py").write_text("import minidist\nprint('on my way', flush=True)\nwhile True: pass\n")
-    code, output = fork_server.run(copy_package(tmp_path), "endless", [], deadline_s=0.5)
+    code, output = run_on_copy(copy_package(tmp_path), "endless", [], deadline_s=0.5)
     assert code is None
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,7 @@ from exercises.train import LearnerPiece, choose_pieces, format_calls, route_opt
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from tests.helpers.small_run import small_config, write_text
+from tests.helpers.warm_python import warm_python
 
 CATALOGUE = Catalogue()
 DEADLINE_S = 240.0
@@ -45,7 +45,7 @@ def work(tmp_path):
 def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()):
     line = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "exercises", "--work", str(folder), "train"]
     line += [*words, *TINY, "--folder", str(folder / "run")]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    return warm_python.run(line, cwd=ROOT, timeout=DEADLINE_S)
 
 
 def losses(ranks, folder: Path, pieces: list[LearnerPiece], **changes) -> list[float]:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
+from tests.helpers.warm_python import warm_python
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
@@ -182,7 +182,7 @@ def test_the_command_runs_from_any_folder(tmp_path):
         "--json",
     ]
     file = ["--file", str(stubs.write_answer(BLOCK, "wrong_list", tmp_path))]
-    result = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    result = warm_python.run([*command, *file], cwd=ROOT, timeout=240)
     assert result.returncode == 1 and not result.stderr
     verdict = json.loads(result.stdout)
     assert verdict["exercise"] == "block_partition" and not verdict["passed"]
@@ -197,7 +197,7 @@ def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
     command = [sys.executable, "-m", "exercises", "--work", str(mine), *words]
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240)
+    result = warm_python.run(command, cwd=ROOT, stdout=write, timeout=240)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 

@@ -17,6 +17,7 @@ from exercises.catalogue import ROOT, Catalogue
 from exercises.grade import Record
 from exercises.gradescope import as_results
 from exercises.gradescope import main as gradescope_main
+from tests.helpers.warm_python import warm_libraries
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
@@ -35,7 +36,7 @@ def run_in(folder, *words):
     """Run `python -m exercises` in a copy, with the copy's own package."""
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "exercises", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    return warm_libraries.run(command, cwd=folder, env=environ, timeout=240)
 
 
 def test_the_copy_has_no_solution_and_no_answer(copy):

@@ -14,6 +14,7 @@ from exercises.watch import Watcher
 from exercises.work import Work
 from minidist.errors import UserError
 from tests.helpers.processes import is_alive, needs_proc, wait_until
+from tests.helpers.warm_python import warm_python
 
 CATALOGUE = Catalogue()
 BLOCK, STRIDED = CATALOGUE["block_partition"], CATALOGUE["strided_partition"]
@@ -103,7 +104,7 @@ def test_a_learner_without_files_is_reported_to_start(server, tmp_path):
 def test_ctrl_c_ends_it_and_its_processes(work):
     """Its children are the rank server and, at this moment, the ranks of a check that does not come to an end."""
     command = [sys.executable, "-u", "-m", "exercises", "--work", str(work.folder), "watch", "block_partition"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with warm_python.popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout.readline().startswith("next: 1.1")
         work.file(BLOCK).write_text("while True:\n    pass\n")
         assert wait_until(lambda: len(family(process.pid)) >= 2)

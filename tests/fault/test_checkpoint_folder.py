@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from minidist.errors import UserError
 from minidist.fault.folders import latest_checkpoint, prune_checkpoints
 from tests.helpers.checkpoint_cases import load_full_tensors, make_targets, save_sharded_rows
+from tests.helpers.warm_python import warm_python
 
 
 def test_the_latest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path):
@@ -86,7 +86,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path):
     command = [sys.executable, "-m", "tests.helpers.checkpoint_killed", tmp_path]
     root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    result = warm_python.run(command, cwd=root, timeout=100)
     assert result.returncode == 0, result.stderr
     results = json.loads(result.stdout)
     assert sorted(results) == ["keep one", "new step", "same step"]

@@ -1,12 +1,13 @@
 """Check whether processes live, wait for a condition, and run a program."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CPU_BACKEND = "shm" if sys.platform == "linux" else "gloo"  # the backend of ranks on the CPUs of one host
@@ -32,15 +33,12 @@ def wait_until(condition, deadline_s=120.0) -> bool:
 
 
 def run_python(*command, **environ):
-    """Run this Python with these arguments and return the ended process; OMP_NUM_THREADS is not inherited."""
+    """Run this Python with these arguments, as a fork of a warm process, and return the ended process.
+
+    OMP_NUM_THREADS is not inherited.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**kept, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return warm_python.run([sys.executable, *command], env={**kept, "PYTHONPATH": str(ROOT), **environ}, timeout=120)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells living processes by /proc")

@@ -17,6 +17,7 @@ from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, T
 from minidist.models.config import ModelConfig
 from minidist.tools.launch.run import make_observers_and_meter
 from minidist.train.trainer import Trainer
+from tests.helpers.warm_python import warm_python
 
 WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
 DEADLINE_S = 240.0
@@ -109,11 +110,14 @@ def train_small(world, config: Config, stop_after: int | None = None) -> dict:
 
 
 class Command:
-    """A process that runs `minidist ...` (or another module), with its output read line by line."""
+    """A process that runs `minidist ...` (or another module), with its output read line by line.
+
+    It is forked from a warm process (tests/helpers/warm_python.py), unless a program that starts it is the `prefix`.
+    """
 
     def __init__(self, *arguments, module: tuple[str, ...] = ("minidist",), folder: Path, environ=None, prefix=()):
         self.output = ""
-        self.process = subprocess.Popen(
+        self.process = warm_python.popen(
             [*prefix, sys.executable, "-u", "-m", *module, *map(str, arguments)],
             cwd=folder,
             env={**os.environ, **(environ or {})},

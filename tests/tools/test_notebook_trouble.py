@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.notebook import LiveRanks
 from tests.helpers.cells import CELL_DEADLINE_S, assert_ranks_communicate, run_cell
 from tests.helpers.processes import is_alive, needs_proc, wait_until
+from tests.helpers.warm_python import warm_python
 
 pytestmark = pytest.mark.process_lifecycle
 
@@ -251,13 +251,7 @@ def test_ranks_die_with_the_kernel(tmp_path):
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environ,
-    )
+    result = warm_python.run([sys.executable, str(script)], timeout=240, env=environ)
     pids = [int(word) for word in result.stdout.split()]
     assert result.returncode == -signal.SIGKILL and len(pids) == 2, result.stderr
     assert wait_until(lambda: not any(map(is_alive, pids)))

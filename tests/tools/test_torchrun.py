@@ -92,8 +92,10 @@ subprocess.run([sys.executable, "-c", ask], check=True)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows what a process was started with")
 def test_torchruns_omp_num_threads_of_one_is_ignored():
-    assert run_python("-c", LAUNCHER).stdout == "None\n"
-    assert run_python("-c", LAUNCHER, OMP_NUM_THREADS="1").stdout == "1\n"
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for given, told in (({}, "None\n"), ({"OMP_NUM_THREADS": "1"}, "1\n")):
+        ended = subprocess.run([sys.executable, "-c", LAUNCHER], env=kept | given, capture_output=True, text=True)
+        assert ended.stdout == told, ended.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path):

@@ -26,6 +26,7 @@ from tests.helpers.small_run import (
     with_resume,
     write_text,
 )
+from tests.helpers.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +156,7 @@ input()
 
 def test_a_folder_belongs_to_one_live_run_and_is_free_when_its_process_dies(config, tmp_path):
     (tmp_path / "run").mkdir()
-    owner = subprocess.Popen(
+    owner = warm_python.popen(
         [sys.executable, "-c", HOLD_LOCK],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

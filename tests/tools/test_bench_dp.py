@@ -107,7 +107,7 @@ RIGHT = [name for name in compare_dp.CONTENDERS if name.startswith(("minidist", 
 
 def test_contenders_match_one_process(ranks):
     for found in ranks(verdicts, 2, RIGHT):
-        assert len(found) == 2 * len(RIGHT) == 8
+        assert len(found) == 2 * len(RIGHT) == 12
         for key, off in found.items():
             assert isinstance(off, float) and off < TOLERANCE / 10, key
 

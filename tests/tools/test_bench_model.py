@@ -21,7 +21,7 @@ def test_every_contender_takes_the_steps_of_one_process_and_is_timed(server, lay
     assert [(result.ours, result.baseline) for result in results] == [
         (ours, baseline) for ours, baseline, _ in MAX_RATIOS if {ours, baseline} <= layout.makers().keys()
     ]
-    assert len(results) == 3 and all(
+    assert len(results) == 7 and all(  # four of them of the simple engine
         result.ours_s > 0 and result.ratio.low <= result.ratio.median for result in results
     )
     assert {result.max_ratio for result in results} <= {0.9, 0.85, 0.95, None}  # half the batch has no limit on gloo
@@ -64,7 +64,7 @@ def test_the_command_writes_its_figures(server, tmp_path, capsys):
     arguments = ["--rounds", "1", "--steps", "1", "--backend", "gloo", "--stages", "0", "--json", str(file)]
     assert compare_model_parallel.main(arguments, server, TINY) == 0
     figures = json.loads(file.read_text())
-    assert [result["layout"] for result in figures["results"]] == ["tensor parallel, 2 ranks, gloo"] * 3
+    assert [result["layout"] for result in figures["results"]] == ["tensor parallel, 2 ranks, gloo"] * 7
     assert figures["machine"]["torch"] and figures["workload"]["parameters"] == TINY.model.num_parameters()
     assert np.isfinite([result["ratio"][0] for result in figures["results"]]).all()
     assert "DTensor sequence" in capsys.readouterr().out

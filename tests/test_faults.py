@@ -85,7 +85,7 @@ def test_each_fault_with_a_detector_fails_that_test(fault, tmp_path):
     failed = (
         code == 1
         and f"FAILED {fault.detector}" in output
-        and re.search(r"^E +(AssertionError\b|assert )", output, re.MULTILINE)
+        and re.search(r"^E +(AssertionError\b|assert |Failed: DID NOT RAISE)", output, re.MULTILINE)
     )
     assert failed, f"{fault.title} {fault.detector} did not notice:\n{output}"
 

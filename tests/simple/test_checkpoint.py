@@ -89,7 +89,8 @@ def test_one_changed_bit_is_found_and_nothing_is_loaded(tmp_path, file):
 
     path, shards, group = save_one(World.single(), tmp_path)
     data = bytearray((path / file).read_bytes())
-    data[len(data) // 2] ^= 1
+    # In the index the number of the step, so that it stays readable: 1 becomes 0.
+    data[data.index(b'"step": ') + 8 if file == "checkpoint.json" else len(data) // 2] ^= 1
     (path / file).write_bytes(data)
     for shard in shards:
         shard.tensor.fill_(-1)

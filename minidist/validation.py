@@ -438,6 +438,11 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
         (not fault.live_recovery, "fault.live-recovery true", "--fault.no-live-recovery"),
         (fault.inject is None, f"fault.inject {fault.inject!r}", "no --fault.inject"),
         (
+            not fault.digest_every or mode.mode == "synchronous",
+            f"fault.digest-every {fault.digest_every} with consistency.mode {mode.mode}",
+            "--fault.digest-every 0",
+        ),
+        (
             config.train.max_skipped_steps == 0,
             f"train.max-skipped-steps {config.train.max_skipped_steps}",
             "--train.max-skipped-steps 0",

@@ -82,14 +82,15 @@ def checksum(data: bytes) -> str:
 def on_all_ranks(action: Callable[[], Any], group: Group) -> list[Any]:
     """Collective: run `action` on every rank; return all results, or raise on all ranks if it failed on one.
 
-    A rank that raised by itself would leave the others waiting for it. Raises DamagedError or UserError if the action
-    raised one, else RunError.
+    A rank that raised by itself would leave the others waiting for it. Raises the action's UserError, DamagedError or
+    RunError, and a RunError for any other exception.
     """
     try:
         outcome = action()
-    except (UserError, OSError, ValueError) as error:
-        kind = type(error) if isinstance(error, UserError) else RunError
-        outcome = kind(f"rank {group.rank}: {error}")
+    except Exception as error:
+        kind = type(error) if isinstance(error, UserError | RunError) else RunError
+        name = "" if isinstance(error, UserError | RunError | OSError | ValueError) else f"{type(error).__name__}: "
+        outcome = kind(f"rank {group.rank}: {name}{error}")
     outcomes = all_gather_object(outcome, group)
     for outcome in outcomes:
         if isinstance(outcome, Exception):
@@ -167,9 +168,9 @@ def sync(path: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints."""
+    """Delete all but the newest `keep` complete checkpoints; keep is at least 1."""
     for folder in complete_checkpoints(root)[:-keep]:
-        aside = folder.with_name(folder.name + ".partial")  # so that it is not complete any more at once
+        aside = folder.with_name(folder.name + ".partial")  # so that it stops counting as complete at once
         os.rename(folder, aside)
         shutil.rmtree(aside)
 

@@ -2,7 +2,7 @@
 
     tree_broadcast, tree_reduce     a binomial tree: log2(n) rounds, in each of which the whole tensor is sent
     ring_all_reduce                 a ring: 2 (n - 1) rounds, but only 2 (n - 1) / n of the tensor per rank
-    halving_doubling_all_reduce     recursive halving and doubling: as few bytes, in 2 log2(n) rounds
+    halving_doubling_all_reduce     recursive halving and doubling: as few bytes for a power of two, 2 log2(n) rounds
     time_s                          the alpha-beta model of all of them
 
 Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4; Patarasuk and Yuan 2009
@@ -103,7 +103,8 @@ def halving_doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -
     """Collective: all-reduce `tensor` (any shape, any size) in place, by recursive halving and doubling.
 
     Both need a power of two of ranks. Of n ranks, each surplus one first gives its tensor to a neighbour, and gets the
-    result from it in the end (Rabenseifner 2004): ranks 0 and 1, 2 and 3, ... become one until a power of two is left.
+    result from it in the end (Rabenseifner 2004): ranks 1, 3, ... are folded into ranks 0, 2, ... until a power of two
+    of ranks is left.
     """
     flat, rank = tensor.view(-1), group.rank
     num_pairs = group.size - (1 << (group.size.bit_length() - 1))

@@ -1,4 +1,4 @@
-"""Replicas that differ: theta_i <- theta_i - lr * grad L_i(theta_i), made one again now and then, or never quite.
+"""Replicas that differ: theta_i <- theta_i - lr * grad L_i(theta_i), merged from time to time, or never.
 
     central_step                   one server sums all gradients, updates, and sends the parameters (Li et al. 2014)
     Server, asynchronous_worker    no barrier: pull, compute, push; with a staleness bound, SSP (Ho et al. 2013)
@@ -6,7 +6,7 @@
     OuterStep                      DiLoCo: the averaged change is the gradient of an outer step (arXiv 2311.08105)
     ReplicaMerger                  local SGD or DiLoCo between the replicas of a trainer, each of any layout
 
-All of them work on one flat tensor of parameters.
+All but the last work on one flat tensor of parameters.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -190,10 +190,11 @@ class ReplicaMerger:
         self.num_tokens += num_tokens
         is_due = (step + 1) % self.h == 0 or step + 1 == self.num_steps
         self.num_different_models = 1 if is_due else self.group.size
+        if not is_due:
+            return False
         total = self.num_tokens.to(self.group.world.control_device, copy=True)
-        if is_due:
-            all_reduce(total, self.group)
-        if not is_due or total.item() == 0:
+        all_reduce(total, self.group)
+        if total.item() == 0:
             return False
         for name, master in self.masters.items():
             if name in self.outer:

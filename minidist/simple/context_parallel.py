@@ -41,7 +41,7 @@ def send_to_next(x: Tensor, group: Group) -> Tensor:
         return x
     received = torch.empty_like(x)
     following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    # Both at once: if every rank sent first, and the sends waited for their receivers, all would wait for ever.
+    # Both at once: if every rank sent first, and the sends waited for their receivers, all would wait forever.
     batch_send_recv([P2POp("send", x, following), P2POp("recv", received, previous)], group)
     return received
 

@@ -110,7 +110,7 @@ class NaiveReducer:
         """Called before the first forward of a step or an evaluation: all parameters are here already (see `zero`)."""
 
     def end_micro_batch(self) -> None:
-        """Called after the backward of every micro-batch: nothing to do before the last one (see `zero`)."""
+        """Called after the backward of every micro-batch: nothing to do here; ZeRO 2 and 3 reduce."""
 
     def free_root(self) -> None:
         """Called after an evaluation: parameters are kept (see `zero`)."""

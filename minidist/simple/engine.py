@@ -44,8 +44,11 @@ class Engine:
         """Collective: train on this rank's part of a global batch; return what all ranks have decided.
 
         step: its number, from 0. micro_batches: this rank's, of full sequences. lr: the learning rate. weight: of this
-        rank's data. stop_requested: whether this rank asks for the end of the run.
+        rank's data. stop_requested: whether this rank asks for the end of the run. After an exception the engine cannot
+        be used any more.
         """
+        if len(micro_batches) != (expected := self.config.train.micro_batches):
+            raise ValueError(f"there are {len(micro_batches)} micro-batches, and train.micro_batches is {expected}")
         self.model.train()
         self.reducer.clear()
         micro_batches = [self.take_tokens(batch) for batch in micro_batches]

@@ -107,9 +107,9 @@ def agree_on_step(
     all_reduce(vector, group)
     total, square, stops = vector.tolist()
     is_finite = math.isfinite(total) and math.isfinite(square)
-    # A smaller scale does not mend a loss that is not finite.
+    # A smaller scale cannot fix a loss that is not finite.
     overflowed = scaler is not None and not is_finite and math.isfinite(total)
-    if scaler is not None and num_tokens > 0:
+    if scaler is not None and num_tokens > 0 and math.isfinite(total):
         scaler.update(overflowed)
     return Decision(
         loss=total if num_tokens else None,

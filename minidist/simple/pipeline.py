@@ -86,7 +86,7 @@ class TiedGradient:
     """Sums the gradient of an embedding that the first and the last stage share, before the reducer gets it.
 
     name: of the parameter. group: both stages' ranks. add: the gradient reducer's `add`, which gets all other gradients
-    at once, and this one in `finish`: until then it is a partial sum.
+    immediately, and this one in `finish`: until then it is a partial sum.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: Group, add: Callable[[str, Tensor], None]):
@@ -147,7 +147,8 @@ class PipelineExecutor:
         self.is_split = any(kind == "W" for kind, _ in self.actions)
         self.in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # hidden states that came in, output
         self.output_gradients: dict[int, Tensor | None] = {}  # between B and W
-        self.sends: list[Handle] = []
+        self.activation_sends: dict[int, Handle] = {}  # by micro-batch
+        self.gradient_sends: list[Handle] = []  # the last one
         perform = {"F": self.forward, "B": self.backward, "W": self.weight_gradients}
         for kind, micro_batch in self.actions:
             if micro_batch not in skip:
@@ -155,7 +156,7 @@ class PipelineExecutor:
                 if kind == ("W" if self.is_split else "B"):
                     del self.in_flight[micro_batch]
                     on_backward_done()
-        for handle in self.sends:
+        for handle in (*self.activation_sends.values(), *self.gradient_sends):
             handle.wait()
 
     @torch.no_grad()
@@ -174,7 +175,8 @@ class PipelineExecutor:
         out = self.run_stage(micro_batch, hidden)
         if not self.is_last:
             message = out.detach().contiguous()
-            self.sends.append(send(message, self.activations.rank + 1, self.activations, async_op=True))
+            handle = send(message, self.activations.rank + 1, self.activations, async_op=True)
+            self.activation_sends[micro_batch] = handle
         if torch.is_grad_enabled():  # there will be a backward
             self.in_flight[micro_batch] = hidden, out
         self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
@@ -186,17 +188,24 @@ class PipelineExecutor:
         if not self.is_last:
             grad = self.empty_hidden(micro_batch)
             recv(grad, self.gradients.rank + 1, self.gradients)
+            self.activation_sends.pop(micro_batch).wait()  # it has arrived; the handle holds its memory
         if not self.is_split:
             out.backward(grad)
         elif not self.is_first:  # of the input alone
             out.backward(grad, inputs=[hidden], retain_graph=True)
-        self.output_gradients[micro_batch] = grad
+        if self.is_split:
+            self.output_gradients[micro_batch] = grad
         if not self.is_first:
             message = hidden.grad.contiguous()
-            self.sends.append(send(message, self.gradients.rank - 1, self.gradients, async_op=True))
+            while self.gradient_sends:
+                self.gradient_sends.pop().wait()
+            self.gradient_sends.append(send(message, self.gradients.rank - 1, self.gradients, async_op=True))
 
     def weight_gradients(self, micro_batch: int) -> None:
-        """Compute the gradients of this stage's parameters, the second half of a split backward."""
+        """Compute the gradients of this stage's parameters, the second half of a split backward.
+
+        Autograd repeats the first half for it. A zero-bubble implementation (Qi et al. 2024, arXiv 2401.10241) does not.
+        """
         _, out = self.in_flight[micro_batch]
         grad = self.output_gradients.pop(micro_batch)
         found = torch.autograd.grad(out, list(self.parameters.values()), grad, allow_unused=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, all_gather_object, recv, send
-from minidist.errors import UserError, format_ranks
-from minidist.parameters import named_parameters
+from minidist.errors import RunError, format_ranks
+from minidist.parameters import ParamSpec, named_parameters
 from minidist.simple.training_state import create_optimizer_states, state_shards
 
 if TYPE_CHECKING:
@@ -88,21 +88,27 @@ def describe_state(trainer: "Trainer") -> dict:
     return {"progress": trainer.progress, "scaler": scaler and scaler.state_dict(), "tensors": tensors}
 
 
+def _all_specs(trainer: "Trainer") -> dict[str, ParamSpec]:
+    """Return the specs of this rank's masters, and of all else that it has."""
+    parallel = trainer.engine.parallel
+    return {**parallel.specs, **parallel.master_specs}
+
+
 def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
     """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
 
     source: the trainer with this rank's state: `trainer` itself; an earlier one of the same layout, if a death led
-    to new process groups; None if the state is damaged or lost. A rank behind the newest step receives, too. Raises
-    UserError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
+    to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises
+    RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
-    rank, group, specs = trainer.world.rank, trainer.engine.control, trainer.engine.parallel.master_specs
+    rank, group, specs = trainer.world.rank, trainer.engine.control, _all_specs(trainer)
     own = {name: spec.replicas for name, spec in specs.items()}, None if source is None else describe_state(source)
     shards, states = zip(*all_gather_object(own, group), strict=True)
     step = max((state["progress"].step for state in states if state), default=0)
     valid = {r: state for r, state in zip(group.ranks, states, strict=True) if state and state["progress"].step == step}
     lost = sorted({pair for of_rank in shards for pair in of_rank.items() if not valid.keys() & pair[1]})
     if lost:
-        raise UserError(
+        raise RunError(
             f"{len(lost)} shards have no healthy replica, such as that of {lost[0][0]} on {format_ranks(lost[0][1])}; "
             f"healthy at step {step}: {format_ranks(valid) if valid else 'no rank'}. Go on from the last checkpoint."
         )

@@ -104,9 +104,11 @@ class Trainer:
 
     def open_folder(self) -> tuple[Path, list[Path]]:
         """Collective: return the run's folder, and the checkpoints to try to resume from, in this order."""
+        if self.config.folder is None:
+            raise UserError("a run of the simple trainer needs a folder: give --folder.")
         folder = Path(self.config.folder)
-        # Rank 0's list: another rank may see a checkpoint a moment later.
-        return folder, all_gather_object(checkpoint.complete_checkpoints(folder / "checkpoints")[::-1], self.control)[0]
+        found = checkpoint.on_all_ranks(lambda: checkpoint.complete_checkpoints(folder / "checkpoints"), self.control)
+        return folder, found[0][::-1]  # rank 0's list: another rank may see a checkpoint a moment later
 
     def notify(self, event: str, *args: Any) -> None:
         """Call the method `event` of all observers that have it."""
@@ -115,7 +117,7 @@ class Trainer:
                 getattr(observer, event)(*args)
 
     def is_stop_requested(self) -> bool:
-        """Return whether this rank asks for the end of the run; all ranks then stop after the same step."""
+        """Return whether this rank asks for the end of the run: never; a subclass may override it."""
         return False
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -130,9 +132,9 @@ class Trainer:
             self.notify("on_step", self, decision)
             if digest_every and step % digest_every == 0:
                 self.compare_replicas()
-            if train.eval_every and step % train.eval_every == 0 and not is_last and not decision.stop_requested:
-                self.evaluate()
             is_stopped = self.agree_on_stop(decision)
+            if train.eval_every and step % train.eval_every == 0 and not is_last and not is_stopped:
+                self.evaluate()
             if (every and step % every == 0) or is_last or is_stopped:
                 self.save()
         self.notify("on_last_step", self)
@@ -144,7 +146,11 @@ class Trainer:
         return summary
 
     def step(self) -> Decision:
-        """Collective: train on the next global batch. Raises RunError if the loss or a gradient is not finite."""
+        """Collective: train on the next global batch.
+
+        Raises RunError on all ranks that train together if the loss or a gradient is not finite. Replicas that train
+        separately then fail in their next merge, for want of this one.
+        """
         begin_s = time.perf_counter()
         config, step = self.config, self.progress.step
         data, train = config.data, config.train
@@ -198,6 +204,8 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: save all that decides how the run goes on, and delete old checkpoints."""
+        if self.config.fault.digest_every:
+            self.compare_replicas()
         scaler, step, root = self.engine.scaler, self.progress.step, self.folder / "checkpoints"
         state = {
             "config": self.config_text,
@@ -209,8 +217,8 @@ class Trainer:
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
         path = checkpoint.save(root, step, state_shards(self.engine), state, self.control)
-        if self.world.rank == 0:
-            checkpoint.prune(root, self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        checkpoint.on_all_ranks(lambda: self.world.rank or checkpoint.prune(root, keep), self.control)
         self.notify("on_checkpoint", path)
 
     def resume(self, paths: Sequence[Path]) -> Path | None:
@@ -228,6 +236,9 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Collective: continue from a checkpoint that any layout, and either engine, has saved."""
         index = checkpoint.on_all_ranks(lambda: checkpoint.read_index(path), self.control)[self.world.rank]
+        replicas = self.config.num_replicas(self.mesh)
+        if index["state"]["replicas"] != replicas:
+            raise UserError(f"{path} has {index['state']['replicas']} replicas: give this run as many, not {replicas}.")
         if index["state"]["corpus"] != self.corpus.fingerprint:
             raise UserError(
                 f"{path} was trained on another corpus ({index['state']['corpus_name']}) than this run has "

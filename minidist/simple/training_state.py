@@ -1,6 +1,7 @@
 """The training state of an engine as shards of named global tensors, which is what a checkpoint contains."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from minidist.simple.parallelize import named_tensors
 def state_shards(engine: Engine) -> list[Shard]:
     """Return this rank's shards of masters, optimizer states, frozen parameters, buffers, and what a merge needs."""
     rank, merger, specs = engine.groups.world.rank, engine.merger, engine.parallel.master_specs
-    replica = 0 if merger is None else merger.group.rank
-    prefix = f"replica-{replica}." if replica else ""
-    shards = []
+    prefix = replica_prefix(engine)
+    shards: list[Shard] = []
+    shared: list[Shard] = []  # the same in all replicas, so that the first one saves them
     for name, master in engine.reducer.masters.items():
         shards += make_shards(f"{prefix}params", specs[name], master, rank)
         for key, value in engine.optimizer.state[master].items():
@@ -28,16 +29,21 @@ def state_shards(engine: Engine) -> list[Shard]:
                 shards.append(Shard(f"{prefix}optimizer.{key}/{name}", (), Box((), ()), value, is_saved_here))
     for name, tensor in named_tensors(engine.model).items():
         if not tensor.requires_grad:
-            kind = f"{prefix}params" if isinstance(tensor, nn.Parameter) else "buffers"
-            shards += make_shards(kind, engine.parallel.specs[name], tensor, rank)
+            kind = "params" if isinstance(tensor, nn.Parameter) else "buffers"
+            shared += make_shards(kind, engine.parallel.specs[name], tensor, rank)
     if merger is not None:
         tokens = merger.num_tokens
         shards.append(Shard(f"{prefix}merge/tokens", (1,), Box.whole((1,)), tokens, engine.control.rank == 0))
-        saver = rank if replica == 0 else -1  # the outer states are the same in all replicas
         for kind, states in merger.outer_states().items():
             for name, state in states.items():
-                shards += make_shards(kind, specs[name], state, saver)
-    return shards
+                shared += make_shards(kind, specs[name], state, rank)
+    return shards + [replace(shard, is_saved_here=shard.is_saved_here and not prefix) for shard in shared]
+
+
+def replica_prefix(engine: Engine) -> str:
+    """Return what the names of a replica's own tensors begin with: "" of the first, then "replica-1." and so on."""
+    replica = 0 if engine.merger is None else engine.merger.group.rank
+    return f"replica-{replica}." if replica else ""
 
 
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, Any]) -> None:
@@ -46,9 +52,10 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, Any]) -> None:
     tensors: the checkpoint's, by name, as in its index.
     """
     engine.optimizer.state.clear()
+    prefix = f"{replica_prefix(engine)}optimizer."
     for stored, entry in tensors.items():
-        kind, _, name = stored.partition("/")  # replica 0 has the states that all replicas have
-        if kind.startswith("optimizer.") and name in engine.reducer.masters:
+        kind, _, name = stored.partition("/")
+        if kind.startswith(prefix) and name in engine.reducer.masters:
             master = engine.reducer.masters[name]
             value = torch.zeros_like(master) if entry["shape"] else torch.zeros((), device=master.device)
-            engine.optimizer.state[master][kind.removeprefix("optimizer.")] = value
+            engine.optimizer.state[master][kind.removeprefix(prefix)] = value

@@ -143,20 +143,22 @@ class ZeroStage1(NaiveReducer):
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Collective: round the masters to the shards, and all-gather these; stage 3 does when it needs them."""
+        """Collective: round the masters to the shards, and all-gather these; stage 3 gathers them when needed."""
         for flat in self.flat_params:
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)
-            if not self.shards_parameters:
+            if self.shards_parameters:
+                flat.free()  # what it holds is old
+            else:
                 all_gather(flat.full, flat.shard, self.group)
 
 
 class ZeroStage2(ZeroStage1):
     """Stage 1 that reduces the gradients of each block as soon as its backward is over, and then frees them.
 
-    So a rank never has the unreduced gradients of more than one block, but sends them once per micro-batch. The root's
-    are reduced at the end of the step: the gradient of an embedding that another pipeline stage shares is complete
-    then.
+    A rank has the unreduced gradients of at most one block at a time, at the price of one reduce-scatter per block and
+    micro-batch. The root's are reduced at the end of the step: the gradient of an embedding that another pipeline stage
+    shares is complete then.
 
     pending: the blocks that are not yet reduced in this micro-batch. Every rank reduces them from the last one on,
     which is the order of backward.

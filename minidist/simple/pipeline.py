@@ -204,7 +204,7 @@ class PipelineExecutor:
     def weight_gradients(self, micro_batch: int) -> None:
         """Compute the gradients of this stage's parameters, the second half of a split backward.
 
-        Autograd repeats the first half for it. A zero-bubble implementation (Qi et al. 2024, arXiv 2401.10241) does not.
+        Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
         """
         _, out = self.in_flight[micro_batch]
         grad = self.output_gradients.pop(micro_batch)

@@ -12,7 +12,7 @@ import torch
 
 from minidist.comm import bind
 from minidist.config import MeshConfig
-from minidist.errors import UserError
+from minidist.errors import RunError
 from minidist.mesh import Mesh
 from minidist.simple.recovery import best_interval_s, differing_replicas, expected_time_s, recover, replicated_tensors
 from tests.helpers.small_run import small_config, write_text
@@ -104,7 +104,7 @@ def find_one_bit(world, config, name, wrong, replicas):
         flip_bit(replicated_tensors(trainer)[name][0])
     assert find(trainer) == {name: replicas}
     before = state_of(trainer)
-    with pytest.raises(UserError, match=f"no healthy replica, such as that of {EMBEDDING} on ranks"):
+    with pytest.raises(RunError, match=f"no healthy replica, such as that of {EMBEDDING} on ranks"):
         recover(trainer, None if world.rank in replicas else trainer)
     assert state_of(trainer) == before
 
@@ -196,7 +196,7 @@ def refuse(world, configs):
     for config in configs:
         old, new = make_trainer(world, config, steps=1), make_trainer(world, config)
         before = state_of(new)
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(RunError) as caught:
             recover(new, None if world.rank == 1 else old)
         assert state_of(new) == before and new.progress.step == 0
         messages.append(str(caught.value))

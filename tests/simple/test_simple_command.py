@@ -114,6 +114,36 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_and_the_run_goes_on(ranks
     assert [row["step"] for row in rows_of(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+def stop_one_replica(world, config):
+    """Train; before step 3 one of two replicas is asked to stop. Return the summary."""
+
+    class Stop(Observer):
+        def before_step(self, trainer):
+            if trainer.progress.step == 2 and trainer.world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return train_simple(world, config, [Stop()], Meter(keep=False))
+
+
+def test_a_signal_to_one_replica_stops_all_after_the_next_merge(ranks, tmp_path):
+    modes = {"consistency__mode": "local", "consistency__h": 2}
+    config = config_of(tmp_path, "run", {"dp": 2}, engine="simple", **modes)
+    # Step 3 evaluates, and only one replica knows of the signal.
+    summaries = ranks(stop_one_replica, 2, config)
+    assert [(summary["step"], summary["stopped"]) for summary in summaries] == [(4, True)] * 2
+
+
+def test_a_replica_that_never_trained_goes_on_from_a_checkpoint(ranks, tmp_path):
+    """Its optimizer has no states."""
+    modes = {"consistency__mode": "local", "consistency__h": 3, "data__weights": (1.0, 0.0), "optim__kind": "adamw"}
+    whole = config_of(tmp_path, "whole", {"dp": 2}, engine="simple", optim__schedule="constant", **modes)
+    half = with_changes(whole, folder=tmp_path / "half", train__steps=3)
+    ranks(train_and_report, 2, half)
+    rest = with_changes(half, train__steps=6, checkpoint=CheckpointConfig(resume=tmp_path / "half", inherit=False))
+    losses = [ranks(train_and_report, 2, config)[0]["held_out_loss"] for config in (whole, rest)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
 def test_changed_options_are_told_and_impossible_ones_refused(ranks, tmp_path, capsys):
     config = config_of(tmp_path, "run", {}, engine="simple")
     train_and_report(World.single(), config)
@@ -158,6 +188,7 @@ REFUSED = {
     },
     "--fault.no-live-recovery": {"fault__live_recovery": True},
     "no --fault.inject": {"fault__inject": "kill rank 1 at step 3 in update"},
+    "--fault.digest-every 0": {"consistency__mode": "local", "consistency__h": 2, "fault__digest_every": 2},
     "--train.max-skipped-steps 0": {"train__max_skipped_steps": 2},
     "--checkpoint.keep-every 0": {"checkpoint__keep_every": 2},
     "no --memory": {"memory__file": "memory.png"},

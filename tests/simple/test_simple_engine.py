@@ -169,6 +169,7 @@ LAYOUTS = {
     "pp2 dp2 tied": ({"pp": 2, "dp": 2}, 3, {"model": {"tie_embeddings": True}}),
     "pp2 split": ({"pp": 2}, 3, {"parallel": {"schedule": "zb-h1"}}),
     "pp2 tp2 sp tied": ({"pp": 2, "tp": 2}, 2, {"parallel": {"sequence": True}, "model": {"tie_embeddings": True}}),
+    "pp3 tp2 tied": ({"pp": 3, "tp": 2}, 2, {"model": {"tie_embeddings": True}}),
     "cp2": ({"cp": 2}, 1, {}),
     "cp4": ({"cp": 4}, 2, {"data": {}}),
     "cp2 ulysses": ({"cp": 2}, 1, {"parallel": {"context": "ulysses"}}),

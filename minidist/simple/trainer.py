@@ -38,10 +38,7 @@ class Progress:
 
 
 class LogLines:
-    """Observer that prints a line for each step, evaluation and checkpoint. is_on: whether it does, as on rank 0."""
-
-    def __init__(self, is_on: bool):
-        self.is_on = is_on
+    """Observer that prints a line for each step, evaluation and checkpoint; for rank 0."""
 
     def on_step(self, trainer: "Trainer", decision: Decision) -> None:
         """Print the outcome of a step, every `train.log_every` steps."""
@@ -62,8 +59,7 @@ class LogLines:
 
     def on_note(self, line: str) -> None:
         """Print a line."""
-        if self.is_on:
-            print(line, flush=True)
+        print(line, flush=True)
 
 
 class Trainer:
@@ -146,11 +142,7 @@ class Trainer:
         return summary
 
     def step(self) -> Decision:
-        """Collective: train on the next global batch.
-
-        Raises RunError on all ranks that train together if the loss or a gradient is not finite. Replicas that train
-        separately then fail in their next merge, for want of this one.
-        """
+        """Collective: train on the next global batch. Raises RunError on all ranks of the replica for a NaN or infinity."""
         begin_s = time.perf_counter()
         config, step = self.config, self.progress.step
         data, train = config.data, config.train
@@ -254,4 +246,4 @@ class Trainer:
 
 def train(world: World, config: Config) -> dict[str, Any]:
     """Collective: train as `config` says, and print a line for each logged step; return the summary of the run."""
-    return Trainer(world, config, [LogLines(world.rank == 0)]).run()
+    return Trainer(world, config, [LogLines()] if world.rank == 0 else []).run()

@@ -142,7 +142,7 @@ class Trainer:
         return summary
 
     def step(self) -> Decision:
-        """Collective: train on the next global batch. Raises RunError on all ranks of the replica for a NaN or infinity."""
+        """Collective: train on the next global batch. Raises RunError on all ranks if it is not finite."""
         begin_s = time.perf_counter()
         config, step = self.config, self.progress.step
         data, train = config.data, config.train

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from minidist.comm.group import Group
 from minidist.comm.meter import Record
 from minidist.comm.status import Channel
 from minidist.errors import CommError
+
+Result = TypeVar("Result")
+
+_CHECK_S = 0.1
 
 
 class _Hints(threading.local):
@@ -79,7 +84,8 @@ class Handle:
         """Block until the results may be used.
 
         On CUDA only the current stream waits for the operation by default, and the host goes on; `host=True` blocks the
-        host until the results are in memory. Raises CommError if the operation failed.
+        host until the results are in memory. Raises CommError if the operation failed, or if this rank must abandon it
+        (`World.must_abandon`).
         """
         if not self._works:
             return
@@ -90,7 +96,7 @@ class Handle:
                 at = self._launched[i if len(self._works) == len(self._launched) else -1]
                 status.on_wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
-                    work.wait()
+                    self._wait_for(work)
                     if any(tensor.is_cuda for tensor in self._tensors):
                         if host:
                             torch.cuda.current_stream().synchronize()
@@ -106,6 +112,44 @@ class Handle:
         for at in self._launched:
             meter.on_wait_end(at.record)
         self._works, self._tensors, self._on_complete = [], [], None
+
+    def _wait_for(self, work: dist.Work) -> None:
+        must_abandon = self._group.world.must_abandon
+        # gloo can lose an error: when a connection breaks, it does not wake the thread that waits for a send which it
+        # has begun to write (`Pair::signalException` passes over the queue of writes). Only a timeout ends that wait.
+        if must_abandon is None or not self._group.uses_gloo or work.is_completed():
+            work.wait()
+            return
+
+        def raise_if_abandoned() -> None:
+            if must_abandon():
+                raise RuntimeError("another rank has died or left, and gloo has not ended the operation")
+
+        wait_in_helper_thread(work.wait, raise_if_abandoned)
+
+
+def wait_in_helper_thread(wait: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:
+    """Return the result of `wait()`, which a helper thread calls; the calling thread can meanwhile be interrupted.
+
+    torch's own waits return only when the operation ends, and handle no signal until then. check: called every
+    0.1 s; may raise to leave the wait, which the helper thread then goes on with. Raises what `wait` raises.
+    """
+    outcome: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(wait())
+        except BaseException as error:
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not done.wait(_CHECK_S):
+        check()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def failure_message(operation: LaunchedOperation, group: Group, error: Exception) -> str:

@@ -1,5 +1,6 @@
 """The world of a rank: its number, its machine, its device and its backend."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -19,6 +20,8 @@ class World:
     rank's report of its operations, which deadlock detection reads. store: the torch store that ranks started by the
     rank server use for their process groups; under torchrun, a store that outlives restarts of the ranks; else None.
     member: the number of this process in a run whose ranks are replaced when they die (`tools/recovery`); else None.
+    must_abandon: in such a run, returns whether this rank must abandon its pending operations because another rank has
+    died or left; else None.
     """
 
     rank: int
@@ -31,6 +34,7 @@ class World:
     node_rank: int = 0
     store: dist.Store | None = field(default=None, repr=False)  # its own repr asks the name service, for seconds
     member: int | None = None
+    must_abandon: Callable[[], bool] | None = field(default=None, repr=False)
 
     @property
     def control_device(self) -> torch.device:

@@ -6,10 +6,16 @@ die before any operation of its own, and a run never depends on the clock.
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from minidist.comm import CommError, Group, Meter, World
+from minidist.comm.handles import launch
 from minidist.errors import RunError
+from minidist.tools.recovery import connections
 from minidist.tools.recovery import membership as membership_module
 from minidist.tools.recovery.membership import Death, Membership, read_latest_generation, record_death
 
@@ -273,11 +279,82 @@ def test_only_a_loss_makes_the_others_leave():
     assert members[0].find_lost_rank() == "rank 1 (process 10) has died: killed by SIGKILL"
 
 
+class LostOperation:
+    """An operation of gloo that does not end although all connections are shut down, until the test ends it."""
+
+    def __init__(self):
+        self.end = threading.Event()
+
+    def is_completed(self):
+        return self.end.is_set()
+
+    def wait(self):
+        self.end.wait(20)
+
+
+def test_an_operation_that_gloo_does_not_end_is_abandoned(monkeypatch):
+    """gloo does not wake the wait for a send that had begun when the connection broke."""
+    monkeypatch.setattr(membership_module, "_WATCH_S", 0.0)
+    interruptions = []
+    monkeypatch.setattr(membership_module, "interrupt_operations", interruptions.append)
+    store = Store({}, lambda: None)
+    record_death(store, Death(1, 10, "killed by SIGKILL", 0.0))
+    watch = membership_module._LostRankWatch(store, membership_module.Generation(0, (0, 1), 2))
+    world = World.single()
+    world.must_abandon = watch.must_abandon.is_set
+    group = Group("tensor", (0, 1), 0, None, world, Meter())
+    group.uses_gloo = True
+    operation = LostOperation()
+    watch.start()
+    try:
+        with pytest.raises(CommError, match=r"all_reduce .* failed: another rank has died or left, and gloo has not"):
+            launch(group, "all_reduce", torch.zeros(2), lambda: operation, [])
+    finally:
+        operation.end.set()
+        watch.stop()
+    assert len(interruptions) >= membership_module._INTERRUPTIONS  # the operation had time to fail
+
+
+def test_the_world_of_a_generation_abandons_operations_when_its_watch_does():
+    member = Membership(dist.HashStore(), 0, 1, lambda live: live, timeout_s=1e9)
+    member.join_next_generation()
+    world = member.connect(World.single())
+    assert not world.must_abandon()
+    member._watch.must_abandon.set()
+    assert world.must_abandon()
+
+
+def abort_and_look(world):
+    """Whether torch's default group of gloo is still in memory after `abort_groups` with and without `keep_s`."""
+    import weakref
+
+    from minidist.comm.world import connect_ranks
+    from minidist.tools.recovery.connections import abort_groups
+
+    is_kept = []
+    for keep_s in (0.0, 600.0):
+        connect_ranks("gloo", dist.HashStore(), 0, 1, world.device, 60.0)
+        group = weakref.ref(dist.group.WORLD)
+        abort_groups(keep_s)
+        is_kept.append(group() is not None)
+        assert not dist.is_initialized()
+    return is_kept
+
+
+def test_groups_with_operations_that_do_not_end_stay_in_memory(ranks):
+    """Their destructor would wait for the operations."""
+    assert ranks(abort_and_look, 1) == [[False, True]]
+
+
+def test_files_of_two_devices_with_one_inode_number_differ(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(connections.os, "fstat", lambda fd: SimpleNamespace(st_dev=fd, st_ino=7))
+        files = {connections._identify_file(fd) for fd in (1, 2)}
+    assert len(files) == 2
+
+
 def connect_after_a_failed_attempt(world, backend):
     """Rank 0 fails to connect first, because its store does; then all connect and sum."""
-    import torch
-    import torch.distributed as dist
-
     from minidist.comm.world import connect_ranks
     from minidist.tools.recovery.connections import abort_groups
 

@@ -126,7 +126,7 @@ def test_the_wait_of_a_handle_reports_what_the_gpu_has_not_completed():
     at = LaunchedOperation(
         GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record
     )
-    group = SimpleNamespace(world=SimpleNamespace(status=page), meter=Meter())
+    group = SimpleNamespace(world=SimpleNamespace(status=page, must_abandon=None), meter=Meter())
     Handle(group, [work], [at], [SimpleNamespace(is_cuda=True)]).wait()
     assert page.take_snapshot().state == "pending"
     work.completed = True

@@ -1,13 +1,13 @@
 """The rank's side of live ranks: answer requests, and recreate the process group after a failure."""
 
 import socket
-import threading
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from minidist.comm.group import Group, GroupSpec, bind
+from minidist.comm.handles import wait_in_helper_thread
 from minidist.comm.meter import Meter
 from minidist.comm.world import World, connect_ranks
 from minidist.mesh import AXES, Mesh
@@ -15,7 +15,6 @@ from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.recording_backend import register_recording_backend
 from minidist.tools.recovery.connections import shut_down_connections
 
-_SIGNAL_CHECK_S = 0.5
 _TIMEOUT_S = 12 * 3600.0  # of an operation in a cell
 
 
@@ -67,20 +66,5 @@ class RankWorker:
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:
-    """Wait in a helper thread, so that a signal can interrupt it: torch's own wait handles none until it returns."""
-    outcome: list[Any] = []
-    done = threading.Event()
-
-    def wait():
-        try:
-            outcome.append(work.wait(timeout) if timeout else work.wait())
-        except BaseException as error:
-            outcome.append(error)
-        done.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    while not done.wait(_SIGNAL_CHECK_S):
-        pass
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    """Wait so that a signal can interrupt it."""
+    return wait_in_helper_thread(lambda: work.wait(timeout) if timeout else work.wait())

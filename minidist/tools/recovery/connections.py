@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -10,14 +11,14 @@ import torch.distributed as dist
 from minidist.tools.shm.group import ShmGroup
 
 
-def interrupt_operations(kept_inodes: set[int]) -> None:
+def interrupt_operations(kept_files: set[tuple[int, int]]) -> None:
     """Make every pending operation between this process and other ranks fail, on this rank and on the others.
 
     It may be called from another thread than the waiting one, which then leaves the groups with `abort_groups`.
-    kept_inodes: the result of `list_open_file_inodes` before the process groups were created. gloo cannot abort an
-    operation, so all connections opened after that list was made are shut down.
+    kept_files: the result of `list_open_files` before the process groups were created. gloo cannot abort an operation,
+    so all connections opened after that list was made are shut down.
     """
-    shut_down_connections(lambda sock: os.fstat(sock.fileno()).st_ino in kept_inodes)
+    shut_down_connections(lambda sock: _identify_file(sock.fileno()) in kept_files)
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, ShmGroup):
             group.interrupt()
@@ -25,10 +26,20 @@ def interrupt_operations(kept_inodes: set[int]) -> None:
             group.abort()
 
 
-def abort_groups() -> None:
-    """Destroy all process groups of this process, without waiting for the other ranks."""
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+def abort_groups(keep_s: float = 0.0) -> None:
+    """Destroy all process groups of this process, without waiting for the other ranks.
+
+    keep_s: seconds for which the groups of gloo stay in memory, with their threads. Their destructor waits for their
+    operations, and gloo may end an interrupted operation only by its timeout (see `Handle.wait`).
+    """
+    if not dist.is_initialized():
+        return
+    kept = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
+    dist.distributed_c10d._abort_process_group()
+    if kept and keep_s:
+        timer = threading.Timer(min(keep_s, threading.TIMEOUT_MAX), kept.clear)
+        timer.daemon = True
+        timer.start()
 
 
 def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:
@@ -52,10 +63,15 @@ def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:
             sock.detach()
 
 
-def list_open_file_inodes() -> set[int]:
-    """Return the inode numbers of all open files of this process, sockets included."""
-    inodes = set()
+def list_open_files() -> set[tuple[int, int]]:
+    """Return the device and inode numbers of all open files of this process, sockets included."""
+    files = set()
     for fd in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
-            inodes.add(os.fstat(fd).st_ino)
-    return inodes
+            files.add(_identify_file(fd))
+    return files
+
+
+def _identify_file(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino  # the inode number alone may be that of a file on another device

@@ -21,7 +21,8 @@ Why it ends, whenever a member dies:
   which no reader looks.)
 * Step 2 waits only for live members of generation N. Such a member is not held up by generation N: a thread of each
   rank (`_LostRankWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
-  fail, so it comes too. Where it cannot reach (gloo while it connects two ranks), CONNECT_TIMEOUT_S does.
+  fail, so it comes too. An operation that gloo does not end even so is abandoned (`World.must_abandon`). Where the
+  thread cannot reach (gloo while it connects two ranks), CONNECT_TIMEOUT_S does.
 * A proposed member may have died unrecorded. Then connecting fails, and generation N + 2 begins without it. Each such
   turn uses up a death, and there are finitely many members.
 * The first rank that completes the run publishes its summary; members that meet after that return.
@@ -43,10 +44,11 @@ import torch.distributed as dist
 
 from minidist.comm.world import World, connect_ranks
 from minidist.errors import CommError, RunError
-from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_file_inodes
+from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
 
 _POLL_S = 0.005
 _WATCH_S = 0.1
+_INTERRUPTIONS = 10  # after so many, `_WATCH_S` apart, a pending operation is abandoned
 CONNECT_TIMEOUT_S = 20.0  # of gloo's connections: if a member dies just then, the others notice only after this time
 
 
@@ -132,7 +134,7 @@ class Membership:
         timeout.
         """
         while (generation := self._agree(has_failed)) is not None:
-            self.disconnect()  # all ranks have left the last generation, also if no operation has failed
+            self.disconnect(has_failed=False)  # all ranks have left the last generation, also if no operation failed
             self._generation, has_failed = generation, False
             self._arrivals = _arrival_log(self._store, generation.number + 1)
             if self.member in generation.ranks:
@@ -175,13 +177,14 @@ class Membership:
         """Collective: create torch's default process group over the ranks of this generation; return this rank's world.
 
         world: of this process, as it was started. Raises CommError if a rank dies or leaves meanwhile. Afterwards a
-        thread watches the ranks: if one dies or leaves, this rank's pending operations fail.
+        thread watches the ranks: if one dies or leaves, this rank's pending operations fail, or are abandoned.
         """
         generation, size = self._generation, self._generation.num_ranks
         rank = generation.ranks.index(self.member)
         store = _GenerationStore(dist.PrefixStore(f"generation/{generation.number}/", self._store), self._watch)
         backend = world.backend if size > 1 else None
         world = replace(world, rank=rank, size=size, local_rank=rank, local_size=size, backend=backend, store=store)
+        world.must_abandon = self._watch.must_abandon.is_set
         world.status.reset_channels()  # the operations of this generation are numbered from 1 on all ranks
         if size == 1:
             return world
@@ -193,13 +196,16 @@ class Membership:
         self._store.add(f"connected/{generation.number}", 1)
         return world
 
-    def disconnect(self) -> None:
-        """Destroy all process groups of this process without waiting for the other ranks; pending operations fail."""
+    def disconnect(self, has_failed: bool = True) -> None:
+        """Destroy all process groups of this process without waiting for the other ranks; pending operations fail.
+
+        has_failed: whether an operation has failed, so that gloo may not end the others before their timeout.
+        """
         if self._watch is not None:
             self._watch.stop()
             interrupt_operations(self._watch.open_before)
             self._watch = None
-        abort_groups()
+        abort_groups(self._timeout_s if has_failed else 0.0)
 
     def _agree(self, has_failed: bool) -> Generation | None:
         """Announce this member for the next generation and wait for the list; None if the run is over."""
@@ -255,14 +261,14 @@ class _LostRankWatch:
     """Looks for the ranks of a generation that have died or left it after a failure; the generation cannot go on then.
 
     open_before: the open files of this process before it connected. Once started, a thread looks all the time, and
-    makes the operations of this process fail.
+    makes the operations of this process fail. must_abandon: set when an operation that is still pending will not fail.
     """
 
     def __init__(self, store: dist.Store, generation: Generation):
         self._ranks, self._number = generation.ranks, generation.number
         self._deaths, self._arrivals = _Log(store, "deaths"), _arrival_log(store, generation.number + 1)
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="loss-watch", daemon=True)
-        self.open_before = list_open_file_inodes()
+        self.open_before, self.must_abandon = list_open_files(), threading.Event()
 
     def find_lost_rank(self) -> str | None:
         """Return which rank has died or failed, as a sentence; None if none has. Any thread may call it."""
@@ -286,9 +292,13 @@ class _LostRankWatch:
             self._thread.join()
 
     def _run(self) -> None:
+        interruptions = 0
         while not self._stop.wait(_WATCH_S):
             if self.find_lost_rank():
                 interrupt_operations(self.open_before)
+                interruptions += 1
+                if interruptions == _INTERRUPTIONS:
+                    self.must_abandon.set()
 
 
 def _arrival_log(store: dist.Store, number: int) -> "_Log":

@@ -31,10 +31,8 @@ from minidist.data.loader import Batch, Loader
 from minidist.mesh import Mesh
 from minidist.models.transformer import cross_entropy_sum
 from minidist.parallel.pipeline.schedules import pipeline_schedule
-from minidist.parallelize import assign_layers, group_specs, parallelize
-from minidist.simple import parallelize as simple_parallelize
-from minidist.simple.engine import Engine as SimpleEngine
-from minidist.train.engine import Engine
+from minidist.parallelize import assign_layers
+from minidist.tools.parity.engines import ParityEngine, SimpleParityEngine
 
 LossAndNorm = tuple[float, float]  # gradient norm before clipping
 
@@ -56,9 +54,9 @@ class BatchRange(NamedTuple):
 
 
 class Minidist:
-    """minidist's engine on any mesh, as `minidist train` drives it."""
+    """One of minidist's engines on any mesh, as `minidist train` drives it."""
 
-    exact = True
+    exact, engine_class = True, ParityEngine
 
     def __init__(self, work: Workload, world: World, mesh: Mesh, parallel: ParallelConfig, micro_batches: int = 1):
         self.micro_batches, self.steps, self.lr = micro_batches, 0, work.optim.lr
@@ -67,10 +65,10 @@ class Minidist:
             mesh=MeshConfig(**mesh.sizes),
             parallel=parallel,
             optim=work.optim,
-            train=TrainConfig(micro_batches=micro_batches),
+            train=TrainConfig(micro_batches=micro_batches, seed=work.seed),
         )
-        groups = bind(world, mesh, group_specs(mesh, config), meter=Meter(keep=False))
-        self.engine = Engine(parallelize(work.build_model(), groups, config), groups, work.optim, work.seed)
+        groups = bind(world, mesh, self.engine_class.group_specs(mesh, config), meter=Meter(keep=False))
+        self.engine = self.engine_class(work.build_model(), groups, config).engine
         self.kernel = optimizer_kernel(self.engine.optimizer)
 
     def step(self, batch_range: BatchRange) -> LossAndNorm:
@@ -82,20 +80,9 @@ class Minidist:
 
 
 class SimpleMinidist(Minidist):
-    """minidist's simple engine on any mesh, as `minidist train --engine simple` drives it."""
+    """The simple engine, in place of the fast one."""
 
-    def __init__(self, work: Workload, world: World, mesh: Mesh, parallel: ParallelConfig, micro_batches: int = 1):
-        self.micro_batches, self.steps, self.lr = micro_batches, 0, work.optim.lr
-        config = Config(
-            model=work.model,
-            mesh=MeshConfig(**mesh.sizes),
-            parallel=parallel,
-            optim=work.optim,
-            train=TrainConfig(micro_batches=micro_batches),
-        )
-        groups = bind(world, mesh, simple_parallelize.group_specs(mesh, config), meter=Meter(keep=False))
-        self.engine = SimpleEngine(simple_parallelize.parallelize(work.build_model(), groups, config), groups, config)
-        self.kernel = optimizer_kernel(self.engine.optimizer)
+    engine_class = SimpleParityEngine
 
 
 class HalfBatch:

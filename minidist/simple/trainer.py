@@ -17,7 +17,7 @@ from minidist.comm import Meter, World, all_gather_object, bind
 from minidist.config import Config, to_toml
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError, format_ranks
+from minidist.errors import DamagedError, RunError, UserError, format_count, format_ranks
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -104,7 +104,7 @@ class Trainer:
             raise UserError("a run of the simple trainer needs a folder: give --folder.")
         folder = Path(self.config.folder)
         found = checkpoint.on_all_ranks(lambda: checkpoint.complete_checkpoints(folder / "checkpoints"), self.control)
-        return folder, found[0][::-1]  # rank 0's list: another rank may see a checkpoint a moment later
+        return folder, found[0][::-1]  # rank 0's list: another rank may see one a moment later
 
     def notify(self, event: str, *args: Any) -> None:
         """Call the method `event` of all observers that have it."""
@@ -126,12 +126,13 @@ class Trainer:
             decision = self.step()
             step, is_last = self.progress.step, self.progress.step == train.steps
             self.notify("on_step", self, decision)
-            if digest_every and step % digest_every == 0:
-                self.compare_replicas()
             is_stopped = self.agree_on_stop(decision)
+            must_save = (every and step % every == 0) or is_last or is_stopped
+            if digest_every and (step % digest_every == 0 or must_save):
+                self.compare_replicas()
             if train.eval_every and step % train.eval_every == 0 and not is_last and not is_stopped:
                 self.evaluate()
-            if (every and step % every == 0) or is_last or is_stopped:
+            if must_save:
                 self.save()
         self.notify("on_last_step", self)
         is_stopped = is_stopped and self.progress.step < train.steps
@@ -174,8 +175,7 @@ class Trainer:
         found = differing_replicas(replicated_tensors(self), self.engine.control)
         if not found:
             return
-        ranks = sorted(set().union(*found.values()))
-        name = next(iter(found))
+        ranks, name = set().union(*found.values()), next(iter(found))
         what = f"step {self.progress.step}: the replicas of {name} differ, on {format_ranks(found[name])}."
         if not self.config.fault.repair:
             raise RunError(f"{what} Go on from the last checkpoint, or repair replicas with --fault.repair.")
@@ -196,8 +196,6 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: save all that decides how the run goes on, and delete old checkpoints."""
-        if self.config.fault.digest_every:
-            self.compare_replicas()
         scaler, step, root = self.engine.scaler, self.progress.step, self.folder / "checkpoints"
         state = {
             "config": self.config_text,
@@ -228,9 +226,12 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Collective: continue from a checkpoint that any layout, and either engine, has saved."""
         index = checkpoint.on_all_ranks(lambda: checkpoint.read_index(path), self.control)[self.world.rank]
-        replicas = self.config.num_replicas(self.mesh)
-        if index["state"]["replicas"] != replicas:
-            raise UserError(f"{path} has {index['state']['replicas']} replicas: give this run as many, not {replicas}.")
+        saved, replicas = index["state"]["replicas"], self.config.num_replicas(self.mesh)
+        if saved != replicas:
+            raise UserError(
+                f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: "
+                f"give --consistency.replicas {saved}, or start a new run."
+            )
         if index["state"]["corpus"] != self.corpus.fingerprint:
             raise UserError(
                 f"{path} was trained on another corpus ({index['state']['corpus_name']}) than this run has "

@@ -12,7 +12,7 @@ from typing import Any
 
 from minidist.comm import CommError, Meter, World, bind_all_gather_object
 from minidist.config import Config, to_toml
-from minidist.errors import UserError, format_count
+from minidist.errors import UserError
 from minidist.fault.checkpoint import read_index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.simple.checkpoint import on_all_ranks
@@ -72,13 +72,7 @@ class SimpleTrainer(Trainer):
         ]
 
     def _check_resumable(self, path: Path) -> list[ChangedOption]:
-        index, replicas = read_index(path), self.config.num_replicas(self.mesh)
-        changed = check_resumable(index, self.config, self.corpus)
-        if (saved := index.state.get("replicas", 1)) != replicas:
-            raise UserError(
-                f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: give "
-                f"--consistency.replicas {saved}, or start a new run."
-            )
+        changed = check_resumable(read_index(path), self.config, self.corpus)
         if converted := [option.name for option in changed if option.name.startswith("precision.")]:
             raise UserError(
                 f"{path} has another --{converted[0]}, and the simple engine converts no dtypes: give --engine fast."

@@ -15,15 +15,16 @@ from exercises.testing import CONDITION_RANKS
 from minidist.errors import UserError, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
-_COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route", "why", "hints")
+_COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "why", "hints")
 # The additional required keys of each kind of exercise.
 KINDS = {
     "piece": ("piece", "statement", "calls", "guards", "blank"),
-    "script": ("defines", "guards", "changes", "fails"),
-    "debug": ("defines", "guards", "changes", "fails", "fault"),
-    "predict": ("changes",),
+    "script": ("route", "defines", "guards", "changes", "fails"),
+    "debug": ("route", "defines", "guards", "changes", "fails", "fault"),
+    "predict": ("route", "changes"),
 }
-_OPTIONAL = {"piece": ("also", "optional", "one_rank")}
+_OPTIONAL = {"piece": ("also", "optional", "one_rank", "route")}
+_SIMPLE = "minidist.simple."
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
@@ -66,8 +67,9 @@ class Exercise:
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
     route: "always" if every training run calls the piece; otherwise the options of `minidist train` under which it does
-    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or "none: " and the reason. one_rank:
-    whether one rank alone calls the piece in such a run, as it is the server.
+    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or "none: " and the reason; empty for a
+    piece of the simple trainer, whose layouts call it. one_rank: whether one rank alone calls the piece in such a run,
+    as it is the server.
     why: the solution's note.
     """
 
@@ -79,10 +81,10 @@ class Exercise:
     difficulty: int
     minutes: int
     points: int
-    route: str
     why: str
     hints: tuple[str, ...]
     changes: tuple[Change, ...]
+    route: str = ""
     piece: str = ""
     also: tuple[str, ...] = ()
     statement: str = ""
@@ -206,6 +208,8 @@ def _exercise(name: str, table: object, file: Path) -> Exercise:
     if kind not in KINDS:
         raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {kind!r}")
     needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
+    if kind == "piece" and not str(table.get("piece")).startswith(_SIMPLE):
+        needed.add("route")
     unknown, missing = table.keys() - allowed, needed - table.keys()
     if unknown or missing:
         problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)

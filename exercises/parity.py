@@ -27,7 +27,7 @@ def choose_cases(exercise: Exercise, ranks: int, max_cases: int = MAX_CASES) -> 
     from minidist.tools.parity.plan import list_cases, plan_cases
 
     if not has_route(exercise):
-        reason = exercise.route.partition(": ")[2]
+        reason = exercise.route.partition(": ")[2] or "it is not connected"
         raise UserError(f"no training run calls {exercise.name}, so there is nothing to compare: {reason}")
     planned = [case for case in list_cases(plan_cases(ranks)) if case.world_size == ranks]
     calling = [case for case in planned if not conflicting_option(PieceChoice(exercise), case.config(), ranks)]

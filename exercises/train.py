@@ -83,7 +83,7 @@ def choose_pieces(passed: Sequence[Exercise], ranks: int) -> list[PieceChoice]:
     choices, taken = [], {}
     for exercise in reversed(passed):
         if not has_route(exercise):
-            choices.append(PieceChoice(exercise, left_out=exercise.route.removeprefix(_NONE)))
+            choices.append(PieceChoice(exercise, left_out=exercise.route.removeprefix(_NONE) or "it is not connected"))
             continue
         wanted = route_options(exercise, ranks, {name: values for name, (values, _) in taken.items()})
         clash = next((taken[name] for name, value in wanted.items() if taken.get(name, (value,))[0] != value), None)

@@ -31,9 +31,11 @@ from exercises.check import PRELOAD, check, modules_to_preload
 from exercises.exercise_display import update_stored_displays
 from exercises.gate import Gate
 from exercises.jupyterlab import start_jupyterlab
+from exercises.layouts import LAYOUT_PRELOAD, count_calls, layouts_that_call, read_layouts, write_layouts
+from exercises.learner_pieces import read_piece
 from exercises.parity import print_parity
 from exercises.submissions import read_submissions
-from exercises.train import has_route, passed_pieces, read_piece, train
+from exercises.train import passed_pieces, train
 from exercises.watch import Watcher
 from exercises.work import Work
 from minidist.errors import UserError, format_count, suggest
@@ -215,6 +217,11 @@ class GenerateOptions(_Options):
     """For authors: generate stubs and solutions from the package's source, and the exercises shown in notebooks."""
 
 
+@dataclass(frozen=True)
+class LayoutsOptions(_Options):
+    """For authors: count which exercises each layout of the simple trainer calls, and write layouts.toml."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code: 0 done or passed, 1 not passed or failed, 2 invalid request."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -357,7 +364,8 @@ def _train(options: TrainOptions, catalogue: Catalogue, work: Work, rest: list[s
 
 
 def _parity(options: ParityOptions, catalogue: Catalogue, work: Work) -> int:
-    chosen = [each for each in passed_pieces(catalogue, work, options.only) if options.only or has_route(each)]
+    layouts, passed = read_layouts(catalogue.root), passed_pieces(catalogue, work, options.only)
+    chosen = [each for each in passed if options.only or layouts_that_call(each.name, layouts)]
     if not chosen:
         raise UserError("no training run calls a piece that you have passed; python -m exercises list shows all")
     with RankServer() as server:
@@ -451,6 +459,12 @@ def _generate(options: GenerateOptions, catalogue: Catalogue, work: Work) -> int
     return 0
 
 
+def _layouts(options: LayoutsOptions, catalogue: Catalogue, work: Work) -> int:
+    with RankServer(preload=(*PRELOAD, *LAYOUT_PRELOAD)) as server:
+        print(write_layouts(count_calls(catalogue, server), catalogue.root))
+    return 0
+
+
 def _new(options: NewOptions, catalogue: Catalogue, work: Work) -> int:
     for file in new.create_exercise(catalogue, options.name, options.chapter, options.piece):
         print(file)
@@ -476,9 +490,10 @@ COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
     "gate": (GateOptions, _gate),
     "new": (NewOptions, _new),
     "generate": (GenerateOptions, _generate),
+    "layouts": (LayoutsOptions, _layouts),
 }
 
-_FOR_AUTHORS = (_solution, _grade, _release, _gate, _new, _generate)
+_FOR_AUTHORS = (_solution, _grade, _release, _gate, _new, _generate, _layouts)
 
 if __name__ == "__main__":
     end_rank(main())

@@ -436,7 +436,11 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
         (mode.fragments == 1, f"consistency.fragments {mode.fragments}", "--consistency.fragments 1"),
         (not mode.reset_moments, "consistency.reset-moments true", "--consistency.no-reset-moments"),
         (not fault.live_recovery, "fault.live-recovery true", "--fault.no-live-recovery"),
-        (fault.inject is None, f"fault.inject {fault.inject!r}", "no --fault.inject"),
+        (
+            fault.inject is None or (fault.inject.startswith("flip ") and fault.inject.endswith(" in gather")),
+            f"fault.inject {fault.inject!r}",
+            'no --fault.inject, or one like "flip rank 1 at step 3 in gather"',
+        ),
         (
             not fault.digest_every or mode.mode == "synchronous",
             f"fault.digest-every {fault.digest_every} with consistency.mode {mode.mode}",

@@ -1,19 +1,24 @@
-"""`python -m exercises train`: the learner's passed pieces, and no others, train the model; their calls are counted."""
+"""`python -m exercises train`: the simple trainer with the learner's passed pieces; their calls are counted."""
 
 import json
 import shlex
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from exercises import train
+from exercises import layouts, train
 from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
-from exercises.train import LearnerPiece, choose_pieces, format_calls, route_options
+from exercises.check import PRELOAD
+from exercises.layouts import LAYOUT_PRELOAD, LAYOUTS, best_layout, count_calls, layout_options, read_layouts
+from exercises.learner_pieces import LearnerPiece, install_pieces
 from exercises.work import Work
 from minidist.errors import RunError, UserError
+from minidist.tools.launch import RankServer
+from minidist.tools.pieces import read_symbol_source
 from tests.helpers.small_run import small_config, write_text
 from tests.helpers.warm_python import warm_python
 
@@ -48,64 +53,71 @@ def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()):
     return warm_python.run(line, cwd=ROOT, timeout=DEADLINE_S)
 
 
-def losses(ranks, folder: Path, pieces: list[LearnerPiece], **changes) -> list[float]:
+def losses(ranks, folder: Path, pieces: list[LearnerPiece], *expected: str, **changes) -> list[float]:
     """Of a small run on two ranks, in process groups of the warm server. changes: of its configuration."""
     run = folder / "-".join(["run", *changes])
-    ranks(train.train_with_pieces, 2, small_config(run, write_text(folder), train__steps=2, **changes), pieces)
+    config = small_config(run, write_text(folder), engine="simple", train__steps=2, **changes)
+    ranks(train.train_with_pieces, 2, config, pieces, expected)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def piece(name: str, change=lambda text: text, file: str = "mine.py") -> LearnerPiece:
-    """The solution of an exercise with some text replaced."""
-    exercise = CATALOGUE[name]
-    symbols = tuple(f"{exercise.module}:{symbol}" for symbol in exercise.symbols)
-    return LearnerPiece(name, symbols, file, change(exercise.solution.read_text()))
+def piece(symbol: str, old: str = "", new: str = "", file: str = "mine.py") -> LearnerPiece:
+    """A function or class of the simple trainer, with some text replaced."""
+    source = read_symbol_source(symbol)
+    assert old in source
+    return LearnerPiece(symbol.partition(":")[2], (symbol,), file, source.replace(old, new) if old else source)
+
+
+COUNT = "minidist.simple.data_parallel:count_tokens"
+ULYSSES = "minidist.simple.context_parallel:UlyssesAttention"
 
 
 def test_the_learners_pieces_train_the_model_and_are_counted(work):
-    folder = work("block_partition", "weighted_partition", "strided_partition", "gradient_sum")
+    folder = work("block_partition", "weighted_partition", "strided_partition")
     ran = command(folder, "--ranks", "2")
     assert ran.returncode == 0, ran.stderr
-    head, _, counts = ran.stdout.partition("your code trained this model; calls on each rank:\n")
-    assert "yours    weighted_partition    --data.shares 2 1\n" in head
-    assert "left out strided_partition     the loader cuts consecutive blocks" in head
-    calls = {name: list(map(int, numbers)) for name, *numbers in map(str.split, counts.splitlines())}
+    head, _, rest = ran.stdout.partition("your code trained this model; calls on each rank:\n")
+    assert head.startswith("layout: shares, --data.shares 2 1\n") and "yours    weighted_partition\n" in head
+    assert "left out strided_partition          the loader cuts consecutive blocks" in head
+    *counts, verdict = rest.splitlines()
+    calls = {name: list(map(int, numbers)) for name, *numbers in map(str.split, counts)}
     assert calls["weighted_partition"] == [3, 3]  # once in each step
-    assert set(calls) == {"block_partition", "weighted_partition", "gradient_sum"} and min(map(min, calls.values())) > 0
+    assert set(calls) == {"block_partition", "weighted_partition"} and min(map(min, calls.values())) > 0
+    assert verdict.startswith("equal to one process: dp=2 bucketed") and "uneven-shares" in verdict
 
 
 def test_an_edit_of_the_learner_changes_the_training(ranks, tmp_path):
-    def half(text):
-        return text.replace("/ count.value", "/ count.value / 2")
-
     found = []
-    for number, pieces in enumerate([[], [piece("block_partition")], [piece("weighted_loss", half)]]):
+    half = piece(COUNT, "return count.item()", "return 2 * count.item()")
+    for number, pieces in enumerate([[piece(COUNT)], [half]]):
         (folder := tmp_path / str(number)).mkdir()
-        found.append(losses(ranks, folder, pieces))
-    assert found[0] == found[1] and found[0][0] != found[2][0]
+        found.append(losses(ranks, folder, pieces, "count_tokens"))
+    assert found[0][0] == pytest.approx(2 * found[1][0])
 
 
 @pytest.mark.exhaustive
 def test_it_runs_under_torchrun(work):
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ran = command(work("gradient_sum"), launcher=launcher)
+    ran = command(work("block_partition"), launcher=launcher)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("your code trained this model") == 1 and "gradient_sum" in ran.stdout.splitlines()[-1]
+    assert ran.stdout.count("your code trained this model") == 1 and "block_partition" in ran.stdout.splitlines()[-1]
 
 
 def test_an_error_in_the_learners_code_names_its_line(ranks, tmp_path):
-    broken = piece(
-        "block_partition", lambda text: text.replace("    _check(", "    1 / 0\n    _check("), "of/learner.py"
-    )
+    broken = piece(COUNT, "    all_reduce(", "    1 / 0\n    all_reduce(", file="of/learner.py")
     line = 1 + broken.source.splitlines().index("    1 / 0")
-    with pytest.raises(RunError, match=rf"raised ZeroDivisionError(.|\n)*of/learner.py:{line} in block_partition"):
+    with pytest.raises(RunError, match=rf"raised ZeroDivisionError(.|\n)*of/learner.py:{line} in count_tokens"):
         losses(ranks, tmp_path, [broken])
 
 
-def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
-    with pytest.raises(RunError, match="some rank never called strided_partition"):
-        losses(ranks, tmp_path, [piece("block_partition"), piece("strided_partition")])
+def test_a_piece_that_no_rank_calls_is_an_error_if_the_layout_calls_it(ranks, tmp_path, capsys):
+    pieces = [piece(COUNT), piece(ULYSSES)]
+    losses(ranks, tmp_path, pieces, mesh__dp=2)
+    with pytest.raises(RunError, match="no rank called UlyssesAttention, although this layout calls it"):
+        losses(ranks, tmp_path, pieces, "UlyssesAttention")
+    with pytest.raises(RunError, match="no rank called any of your pieces"):
+        losses(ranks, tmp_path, pieces[1:], mesh__pp=1)
 
 
 @pytest.mark.parametrize(
@@ -130,70 +142,52 @@ def test_a_file_that_was_changed_since_it_passed_is_left_out(work, capsys):
     assert "changed since it passed: python -m exercises check block_partition" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["None", "1 1"])
-def test_options_of_another_kind_leave_the_piece_out(work, capsys, word):
-    assert main(["--work", str(work("weighted_partition")), "train", "--data.shares", *word.split()]) == 2
-    assert "your options conflict with --data.shares 2 1" in capsys.readouterr().err
+def test_the_options_of_the_learner_set_the_layout(work, capsys):
+    """Without an option of a layout the best one is taken; with one, none is added."""
+    folder = work("weighted_partition")
+    ran = command(folder, "--ranks", "2", "--data.shares", "1", "3")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("layout: that of your options\n") and "weighted_partition" in ran.stdout
+    assert main(["--work", str(folder), "train", "--engine", "fast"]) == 2
+    assert "--engine fast: your code is part of the simple trainer" in capsys.readouterr().err
 
 
-def test_options_that_lead_elsewhere_leave_the_piece_out(work, capsys):
-    assert main(["--work", str(work("gradient_sum")), "train", "--comm.gradients", "bucketed"]) == 2
-    assert "left out gradient_sum" in (error := capsys.readouterr().err)
-    assert "your options conflict with --comm.gradients naive" in error
+def test_the_layout_that_calls_most_is_taken_and_of_several_the_latest():
+    layouts = {"one": ("a",), "two": ("a", "b"), "three": ("b", "a")}
+    assert best_layout(["a", "b", "c"], layouts) == "three" and best_layout(["a"], layouts) == "three"
+    assert best_layout(["c"], layouts) is None
 
 
-def test_of_two_pieces_on_different_ways_the_later_one_is_used():
-    chosen = choose_pieces(
-        [CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["overlapped_reducer"]], 3
-    )
-    assert [bool(choice.left_out) for choice in chosen] == [False, True, False]
-    assert "--only gradient_sum" in chosen[1].left_out
-    assert chosen[2].options[:4] == ("--engine", "mixed", "--comm.gradients", "bucketed")
-
-
-def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
-    names = ["overlapped_reducer", "flat_shards", "zero_stage_one", "zero_stage_two", "zero_stage_three"]
-    stages = {}
-    for count in range(2, len(names) + 1):
-        chosen = choose_pieces([CATALOGUE[name] for name in names[:count]], 2)
-        assert [bool(choice.left_out) for choice in chosen] == [True] + [False] * (count - 1)
-        stages[names[count - 1]] = {choice.options for choice in chosen if not choice.left_out}
-    assert stages["zero_stage_one"] == {("--engine", "mixed", "--zero.stage", "1")}
-    assert stages["zero_stage_two"] == {("--engine", "mixed", "--zero.stage", "2")}
-    assert stages["zero_stage_three"] == {("--engine", "mixed", "--zero.stage", "3")}
-
-
-def test_either_of_several_values_may_be_asked_for():
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_one_of_the_trainer(name):
     from minidist.tools.cli import parse_train_options
+    from minidist.validation import validate
 
-    for stage, lost in (("1", "--zero.stage 2 or 3"), ("2", ""), ("3", "")):
-        config, _ = parse_train_options(["--engine", "mixed", "--zero.stage", stage])
-        assert train.conflicting_option(train.PieceChoice(CATALOGUE["zero_stage_two"]), config, 2) == lost
-
-
-def test_the_staleness_bound_is_that_of_the_trainers_server(ranks, tmp_path):
-    """The server is on rank 0, which alone calls the piece; a run in another mode calls it nowhere."""
-    mine = train.LearnerPiece(**vars(piece("staleness_bound")) | {"one_rank": CATALOGUE["staleness_bound"].one_rank})
-    losses(ranks, tmp_path, [mine], consistency__mode="stale")
-    with pytest.raises(RunError, match="some rank never called staleness_bound"):
-        losses(ranks, tmp_path, [mine])
-    [choice] = choose_pieces([CATALOGUE["staleness_bound"]], 3)
-    assert not choice.left_out and choice.options[:2] == ("--consistency.mode", "stale")
+    for size in (3, 4):
+        config, _ = parse_train_options([*layouts.ENGINE, *layout_options(name, size)])
+        heads = {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 48}
+        validate(replace(config, model=replace(config.model, **heads)), size)
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if CATALOGUE[name].route])
-def test_every_route_can_be_read_and_is_an_option_of_the_trainer(name):
-    from minidist.tools.cli import parse_train_options
+SAMPLE = ("shares", "sequence", "1f1b", "zero 3", "repair")
 
-    route = CATALOGUE[name].route
-    if route.startswith("none: "):
-        assert len(route) > len("none: ") + 10
-        return
-    words = [word for option, values in route_options(CATALOGUE[name], 3).items() for word in (option, *values)]
-    config, _ = parse_train_options([], default_options=words)
-    assert not train.conflicting_option(train.PieceChoice(CATALOGUE[name]), config, 3) and (route == "always") == (
-        not words
-    )
+
+@pytest.mark.parametrize(
+    "names", [SAMPLE, pytest.param(tuple(LAYOUTS), marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_the_layouts_call_what_was_counted(names):
+    """Found by running them; `python -m exercises layouts` writes the file anew."""
+    with RankServer(preload=(*PRELOAD, *LAYOUT_PRELOAD)) as server:
+        found = count_calls(CATALOGUE, server, names)
+    stored = read_layouts()
+    assert {name: tuple(called) for name, called in found.items()} == {name: stored[name] for name in names}
+
+
+def test_every_piece_is_called_by_a_layout_or_says_why_not():
+    called = set().union(*read_layouts().values())
+    for exercise in CATALOGUE.values():
+        if exercise.kind == "piece":
+            assert (exercise.name in called) != exercise.route.startswith("none: "), exercise.name
 
 
 def test_a_class_counts_its_methods_and_a_function_itself(ranks):
@@ -203,7 +197,7 @@ def test_a_class_counts_its_methods_and_a_function_itself(ranks):
 def counted(world):
     source = "def permutation(n, seed, epoch=0):\n    'Doc.'\n    return n\n"
     bucket = "class Bucket:\n    def launch(self, filled):\n        return filled\n"
-    calls = train.install_pieces(
+    calls = install_pieces(
         [
             LearnerPiece("sizes", ("minidist.data.partition:permutation",), "mine.py", source),
             LearnerPiece("bucket", ("minidist.parallel.data.buckets:Bucket",), "mine.py", bucket),
@@ -221,13 +215,11 @@ def test_a_piece_that_does_not_fit_is_reported():
         with pytest.raises(
             UserError, match="mine cannot replace the package's code: .* must define block_partition with def"
         ):
-            train.install_pieces(
-                [LearnerPiece("mine", ("minidist.data.partition:block_partition",), "mine.py", source)]
-            )
+            install_pieces([LearnerPiece("mine", ("minidist.data.partition:block_partition",), "mine.py", source)])
 
 
 def test_calls_are_reported_by_rank():
-    lines = format_calls(
+    lines = train.format_calls(
         [LearnerPiece("one", (), "", ""), LearnerPiece("two", (), "", "")], [Counter(one=2), {"one": 3, "two": 1200}]
     )
     assert [line.split() for line in lines[1:]] == [["one", "2", "3"], ["two", "0", "1,200"]]

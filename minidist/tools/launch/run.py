@@ -38,7 +38,7 @@ def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
     """
     meter = Meter(keep=False) if config.trace.file is None else TimedMeter()
     observers: list[Observer] = []
-    if config.fault.inject is not None:
+    if config.fault.inject is not None and config.engine != "simple":  # which does so itself
         from minidist.tools.chaos.injector import FaultInjector
 
         observers.append(injector := FaultInjector(parse_fault(config.fault.inject)))

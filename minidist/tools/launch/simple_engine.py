@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from minidist.comm import CommError, Meter, World, bind_all_gather_object
 from minidist.config import Config, to_toml
 from minidist.errors import UserError
@@ -18,6 +20,8 @@ from minidist.fault.signals import StopSignalRecorder
 from minidist.simple.checkpoint import on_all_ranks
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.trainer import Trainer
+from minidist.tools.chaos.faults import parse_fault
+from minidist.tools.chaos.injector import flip_bit_of_first_element
 from minidist.train import run_folder
 from minidist.train.observer import Observer
 from minidist.train.resume import ChangedOption, check_resumable
@@ -39,6 +43,11 @@ class SimpleTrainer(Trainer):
     ):
         validate(config, world.size)
         self.stop_request = stop
+        flip = None if config.fault.inject is None else parse_fault(config.fault.inject, world.size)
+        self.fault = flip and (
+            flip.rank,
+            flip.step,
+        )  # after which a bit of a parameter changes; validate refuses others
         self.start_notes: list[str] = []
         self._unwritable: set[str] = set()
         self._is_started = False
@@ -96,7 +105,11 @@ class SimpleTrainer(Trainer):
         with contextlib.ExitStack() as around:
             for observer in self.observers:
                 around.enter_context(observer.step_context(self))
-            return super().step()
+            decision = super().step()
+        if self.fault == (self.world.rank, self.progress.step):
+            flip_bit_of_first_element(max(self.engine.model.parameters(), key=Tensor.numel))
+            self.fault = None
+        return decision
 
     def save(self) -> None:
         """Collective: save a checkpoint. Raises RunError if an observer objects."""

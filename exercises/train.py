@@ -57,9 +57,7 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     pieces = [read_piece(each, work) for each in used]
     expected = layouts[layout] if layout is not None else ()
     if is_first_rank():
-        how = (
-            f"layout: {layout}, {' '.join(layout_options(layout, size))}" if layout else "layout: that of your options"
-        )
+        how = "that of your options" if layout is None else f"{layout}, {shlex.join(layout_options(layout, size))}"
         print("\n".join([f"layout: {how}", *_format_choices(used, left_out)]), flush=True)
     start(config, ranks, train_with_pieces, (pieces, expected))
     if not is_under_torchrun():

@@ -37,7 +37,7 @@ MAX_RATIOS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class BenchLayout:
     """Ranks, backend and micro-batches of one benchmark run; 1 micro-batch means tensor parallelism, else pipelines."""
 
     ranks: int
@@ -91,7 +91,7 @@ class PairResult:
         return "met" if self.ratio.median <= self.max_ratio else f"MISSED: <= {self.max_ratio:.2f}"
 
 
-def check_and_time(world: World, layout: Layout, work: Workload, rounds: int, steps: int) -> tuple[dict, dict]:
+def check_and_time(world: World, layout: BenchLayout, work: Workload, rounds: int, steps: int) -> tuple[dict, dict]:
     """On every rank: check all contenders against a single process, then time them in turns.
 
     Returns the timings and the optimizer kernels, by contender. Raises RunError if a contender's loss or gradient norm
@@ -116,7 +116,9 @@ def check_and_time(world: World, layout: Layout, work: Workload, rounds: int, st
     return timings, {name: contender.kernel for name, contender in contenders.items()}
 
 
-def compare_layout(server: RankServer, layout: Layout, work: Workload, rounds: int, steps: int) -> list[PairResult]:
+def compare_layout(
+    server: RankServer, layout: BenchLayout, work: Workload, rounds: int, steps: int
+) -> list[PairResult]:
     """Run all contenders of one layout on fresh ranks; return one result per pair of minidist and baseline."""
     launch_options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0, "backend": layout.backend}
     by_rank = server.run(check_and_time, layout.ranks, (layout, work, rounds, steps), **launch_options).values
@@ -169,7 +171,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     layouts = [
         layout
         for backend in options.backend or ("gloo", "shm")
-        for layout in (Layout(2, backend), *(Layout(count, backend, 2 * count) for count in stages))
+        for layout in (BenchLayout(2, backend), *(BenchLayout(count, backend, 2 * count) for count in stages))
     ]
 
     def run(server: RankServer) -> None:

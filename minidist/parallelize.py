@@ -95,7 +95,13 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     ZeRO. model: the full model, changed in place; rank 0's values are broadcast. groups: bound from `group_specs`.
     """
     mesh = groups.mesh
-    for name in ("outer", "grads", "replicas", "tensor", "activations"):  # one after the other: all values are rank 0's
+    for name in (
+        "outer",
+        "grads",
+        "shard_replicas",
+        "tensor",
+        "activations",
+    ):  # one after the other: all values are rank 0's
         if name in groups:
             broadcast_model(model, groups[name])
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}

@@ -19,7 +19,7 @@ DEFAULT_GROUP_SPECS: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), Gr
 
 # The groups over which gradients are summed. A parameter uses the first whose ranks are its contributors; under ZeRO
 # its shard uses "grads", and also the group of the ranks that hold the same shard.
-GRADIENT_GROUPS = ("grads", "replicas", "norms", "heads", "tied")
+GRADIENT_GROUPS = ("grads", "shard_replicas", "norms", "heads", "tied")
 
 
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
@@ -79,14 +79,14 @@ def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     Without ZeRO nothing is sharded: both have all ranks that process different tokens.
     """
     if config.zero.stage == 0:
-        return DEFAULT_GROUP_SPECS[0], GroupSpec("replicas", DEFAULT_GROUP_SPECS[0].axes)
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("shard_replicas", DEFAULT_GROUP_SPECS[0].axes)
     inner = config.zero.shard_group_size(mesh) // mesh.cp  # dp ranks per shard group
     if inner == mesh.dp:
-        return DEFAULT_GROUP_SPECS[0], GroupSpec("replicas", ())
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("shard_replicas", ())
     shard_sets = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
     replica_sets = tuple(zip(*shard_sets, strict=True))
     return GroupSpec("grads", DEFAULT_GROUP_SPECS[0].axes, (("dp", shard_sets),)), GroupSpec(
-        "replicas", ("dp",), (("dp", replica_sets),)
+        "shard_replicas", ("dp",), (("dp", replica_sets),)
     )
 
 

@@ -10,11 +10,17 @@ import pytest
 from minidist.errors import UserError
 from minidist.tools.chaos.command import ChaosOptions, format_json, format_table, main
 from minidist.tools.chaos.faults import KINDS, PHASES, Fault
-from minidist.tools.chaos.plan import STEPS, Layout, Trial, draw_trial, list_layouts
+from minidist.tools.chaos.plan import STEPS, Trial, TrialLayout, draw_trial, list_layouts
 from minidist.tools.chaos.trial import Outcome, TrialRunner, find_leftover_resources
 from minidist.tools.cli import main as cli
 
-ONE, DP, ZERO, TP, PP = Layout(), Layout(dp=2), Layout(dp=2, zero=3), Layout(tp=2), Layout(pp=2)
+ONE, DP, ZERO, TP, PP = (
+    TrialLayout(),
+    TrialLayout(dp=2),
+    TrialLayout(dp=2, zero=3),
+    TrialLayout(tp=2),
+    TrialLayout(pp=2),
+)
 # Each kind and each phase once.
 QUICK = [
     Trial(0, ONE, DP, Fault("kill", 0, 6, "forward"), True),
@@ -22,14 +28,14 @@ QUICK = [
     Trial(2, ZERO, ONE, Fault("kill", 1, 9, "reduce"), True),
     Trial(3, TP, TP, Fault("stop", 1, 10, "agree"), False),
     Trial(4, ONE, ONE, Fault("flip", 0, 7, "update"), True),
-    Trial(5, Layout(dp=2, zero=1), ONE, Fault("kill", 0, 5, "gather"), True),
+    Trial(5, TrialLayout(dp=2, zero=1), ONE, Fault("kill", 0, 5, "gather"), True),
     Trial(6, ONE, ONE, Fault("slow", 0, 16, "copy"), True),
     Trial(7, PP, ONE, Fault("full", 1, 8, "write"), True),
     Trial(8, ONE, ONE, Fault("kill", 0, 8, "rename"), False),
 ]
 LIVE = [
     Trial(10, DP, DP, Fault("kill", 1, 8, "write"), True, live_recovery=True),
-    Trial(11, Layout(dp=2, tp=2, zero=1), ONE, Fault("kill", 0, 8, "rename"), True, live_recovery=True),
+    Trial(11, TrialLayout(dp=2, tp=2, zero=1), ONE, Fault("kill", 0, 8, "rename"), True, live_recovery=True),
     Trial(12, PP, ONE, Fault("kill", 1, 9, "update"), False, live_recovery=True),
 ]
 

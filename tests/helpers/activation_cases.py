@@ -13,7 +13,7 @@ from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.precision.policy import TORCH_NAMES
 from minidist.tools.estimate import activations
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.train.engine import Engine
 
 SEQ_LEN = 24
@@ -51,7 +51,7 @@ def random_batch(samples: int, vocabulary: int) -> Batch:
     return Batch(tokens.clone(), labels.clone(), torch.arange(samples))
 
 
-def estimate_saved_tensors(layout: Layout, samples: int) -> Counter:
+def estimate_saved_tensors(layout: RunLayout, samples: int) -> Counter:
     (chunk,) = layout.model_chunks
     tensors = activations.list_local_tensors(layout, activations.saved_by_chunk(layout, chunk), samples)
     return Counter((tensor.dtype, tensor.bytes) for tensor in tensors)

@@ -8,14 +8,14 @@ import pytest
 from bench import compare_model_parallel
 from bench.__main__ import main
 from bench.bootstrap import ConfidenceInterval
-from bench.compare_model_parallel import MAX_RATIOS, Layout, PairResult, compare_layout
+from bench.compare_model_parallel import MAX_RATIOS, BenchLayout, PairResult, compare_layout
 from bench.workload import WORKLOADS
 from minidist.errors import RunError
 
 TINY = WORKLOADS["tiny"]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, "gloo"), Layout(2, "gloo", 4)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", [BenchLayout(2, "gloo"), BenchLayout(2, "gloo", 4)], ids=["tensor", "pipeline"])
 def test_every_contender_takes_the_steps_of_one_process_and_is_timed(server, layout):
     results = compare_layout(server, layout, TINY, rounds=2, steps=1)
     assert [(result.ours, result.baseline) for result in results] == [
@@ -48,7 +48,7 @@ def test_a_contender_that_computes_something_else_is_not_timed(server):
     with pytest.raises(
         RunError, match=r"tp is .* off a single process in step 0 of tensor parallel, 2 ranks, gloo, so"
     ):
-        server.run(turns_off, 2, (Layout(2, "gloo"), TINY, 1, 1), threads=1)
+        server.run(turns_off, 2, (BenchLayout(2, "gloo"), TINY, 1, 1), threads=1)
 
 
 def test_a_verdict_is_the_medians():

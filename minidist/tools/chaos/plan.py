@@ -25,7 +25,7 @@ _KEPT, _KEPT_WITH_FLIP = 2, STEPS  # a checkpoint from before the flipped bit mu
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrialLayout:
     """The mesh of a chaos trial's run and its ZeRO stage."""
 
     dp: int = 1
@@ -53,8 +53,8 @@ class Trial:
     """
 
     number: int
-    layout: Layout
-    resumed_layout: Layout
+    layout: TrialLayout
+    resumed_layout: TrialLayout
     fault: Fault
     saves_in_background: bool
     live_recovery: bool = False
@@ -65,11 +65,11 @@ class Trial:
         return f"{self.fault}; {self.layout}, then {self.resumed_layout}{background}{recovery}"
 
 
-def list_layouts(ranks: int) -> list[Layout]:
+def list_layouts(ranks: int) -> list[TrialLayout]:
     """Return all layouts of `ranks` ranks: every division over dp, tp and pp, with ZeRO stages where dp is above 1."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     meshes = [(dp, tp, ranks // dp // tp) for dp in divisors for tp in divisors if ranks % (dp * tp) == 0]
-    layouts = [Layout(*mesh, zero) for mesh in meshes for zero in (_ZERO_STAGES if mesh[0] > 1 else (0,))]
+    layouts = [TrialLayout(*mesh, zero) for mesh in meshes for zero in (_ZERO_STAGES if mesh[0] > 1 else (0,))]
     return [layout for layout in layouts if layout.pp <= _LAYERS]
 
 
@@ -95,7 +95,7 @@ def draw_trial(seed: int, number: int, world_sizes: Sequence[int]) -> Trial:
     return Trial(number, layout, resumed_layout, Fault(kind, rank, step, phase), background, live_recovery)
 
 
-def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = None) -> Config:
+def make_config(layout: TrialLayout, text: Path, folder: Path, trial: Trial | None = None) -> Config:
     """Make the configuration of a trial's run: a tiny model, `STEPS` steps of milliseconds, float32, SGD.
 
     layout: the mesh and ZeRO stage. text: the file to train on. folder: the run folder. trial: the trial whose fault is

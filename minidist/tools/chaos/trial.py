@@ -19,7 +19,7 @@ from minidist.errors import RunError, UserError
 from minidist.fault import folders
 from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.chaos.injector import FaultInjector
-from minidist.tools.chaos.plan import STEPS, Layout, Trial, make_config
+from minidist.tools.chaos.plan import STEPS, Trial, TrialLayout, make_config
 from minidist.tools.console.metrics_file import MetricsFile, read_metrics
 from minidist.tools.console.reporter import make_start_row, open_metrics_file
 from minidist.tools.launch import RankFailure, RankServer
@@ -103,9 +103,9 @@ class TrialRunner:
         self._server, self._folder = server, folder
         self._text = folder / "text.txt"
         self._text.write_bytes(generate_text(_TEXT_BYTES).tobytes())
-        self._references: dict[Layout, dict[int, float]] = {}
+        self._references: dict[TrialLayout, dict[int, float]] = {}
 
-    def reference_losses(self, layout: Layout) -> dict[int, float]:
+    def reference_losses(self, layout: TrialLayout) -> dict[int, float]:
         """Return the losses of an uninterrupted run on this layout, by step, in nats per token.
 
         The held-out loss is included, as step STEPS + 1. The first call for a layout runs it; later calls return the

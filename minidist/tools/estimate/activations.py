@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from minidist.parallel.pipeline.actions import Action
 from minidist.tools.estimate import saved_tensors
-from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
-from minidist.tools.estimate.saved_tensors import COMPUTE, PARAMETER, SavedTensor
+from minidist.tools.estimate.layout import DTYPE_BYTES, ModelChunk, RunLayout
+from minidist.tools.estimate.saved_tensors import COMPUTE, PARAMETER, SymbolicTensor
 from minidist.tools.estimate.shapes import Dimensions
 
 
@@ -29,7 +29,7 @@ class LocalTensor(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def list_local_tensors(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> list[LocalTensor]:
+def list_local_tensors(layout: RunLayout, tensors: Iterable[SymbolicTensor], num_samples: int) -> list[LocalTensor]:
     """Return these saved tensors with the shape and dtype that each has on one rank.
 
     num_samples: the number of samples in the micro-batch.
@@ -41,12 +41,12 @@ def list_local_tensors(layout: Layout, tensors: Iterable[SavedTensor], num_sampl
     return [LocalTensor(t.name, t.shape, sizes.local_shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
 
 
-def local_tensor_bytes(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> int:
+def local_tensor_bytes(layout: RunLayout, tensors: Iterable[SymbolicTensor], num_samples: int) -> int:
     """Return the bytes of these saved tensors together, on one rank, for a micro-batch of `num_samples` samples."""
     return sum(tensor.bytes for tensor in list_local_tensors(layout, tensors, num_samples))
 
 
-def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
+def saved_by_chunk(layout: RunLayout, chunk: ModelChunk) -> list[SymbolicTensor]:
     """Return the tensors that the forward of one model chunk saves for backward, on every rank of its pipeline stage.
 
     The first are the cosine and sine tables of the rotary embedding.
@@ -72,7 +72,7 @@ class MicroBatchActivationBytes(NamedTuple):
 
 
 def micro_batch_activation_bytes(
-    layout: Layout, chunk: ModelChunk, num_samples: int, split_backward: bool
+    layout: RunLayout, chunk: ModelChunk, num_samples: int, split_backward: bool
 ) -> MicroBatchActivationBytes:
     """Return the bytes of the activations of one micro-batch of `num_samples` samples in one model chunk, on one rank.
 
@@ -87,7 +87,7 @@ def micro_batch_activation_bytes(
     if num_samples == 0:
         return MicroBatchActivationBytes(0, 0, 0)  # the chunk does not run
 
-    def size(tensors: Iterable[SavedTensor]) -> int:
+    def size(tensors: Iterable[SymbolicTensor]) -> int:
         return local_tensor_bytes(layout, tensors, num_samples)
 
     layers = len(chunk.layers)
@@ -118,7 +118,7 @@ class ActionActivationBytes(NamedTuple):
 
 
 def walk_schedule_activations(
-    layout: Layout, stage: int, micro_batch_sizes: Sequence[int]
+    layout: RunLayout, stage: int, micro_batch_sizes: Sequence[int]
 ) -> Iterator[ActionActivationBytes]:
     """Yield the activation bytes during each action of a pipeline stage, in the order of the stage's schedule.
 
@@ -136,7 +136,7 @@ def walk_schedule_activations(
             in_flight += own.for_weight_gradients
 
 
-def peak_activation_bytes(layout: Layout, stage: int, micro_batch_sizes: Sequence[int]) -> int:
+def peak_activation_bytes(layout: RunLayout, stage: int, micro_batch_sizes: Sequence[int]) -> int:
     """Return the peak bytes of live activations during a step, on a rank of pipeline stage `stage`.
 
     micro_batch_sizes: the number of samples in each micro-batch. With a pipeline every model chunk keeps each

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minidist.tools.estimate import saved_tensors
-from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.saved_tensors import COMPUTE, HIDDEN, SHARDED_HIDDEN, TOKENS, SavedTensor
+from minidist.tools.estimate.layout import RunLayout
+from minidist.tools.estimate.saved_tensors import COMPUTE, HIDDEN, SHARDED_HIDDEN, TOKENS, SymbolicTensor
 
 FEATURES, LOGITS = f"{TOKENS} f/tp", f"{TOKENS} vocab/tp"
 QUERIES, KEYS = f"{TOKENS} heads/tp d", f"{TOKENS} kv/tp d"
 FOR_WEIGHT_GRADIENT = "kept for the weight gradient"
-VOCABULARY_GRADIENT = [SavedTensor("gradient of weight", "vocab/tp h")]  # of the head or the embedding
-LARGEST_LAYER_GRADIENT = [SavedTensor("gradient of weight", "f/tp h")]
+VOCABULARY_GRADIENT = [SymbolicTensor("gradient of weight", "vocab/tp h")]  # of the head or the embedding
+LARGEST_LAYER_GRADIENT = [SymbolicTensor("gradient of weight", "f/tp h")]
 
 
 class BackwardEvent(NamedTuple):
@@ -32,10 +32,10 @@ class BackwardEvent(NamedTuple):
     operation: str
     num_saved: int
     num_ready_gradients: int
-    temporaries: Sequence[SavedTensor]
+    temporaries: Sequence[SymbolicTensor]
 
 
-def layer_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
+def layer_backward_events(layout: RunLayout, split_backward: bool) -> list[BackwardEvent]:
     """Return the backward of each operation of one layer, in the order of execution.
 
     split_backward: whether weight gradients are computed later, so that the tensors they need stay live.
@@ -46,18 +46,18 @@ def layer_backward_events(layout: Layout, split_backward: bool) -> list[Backward
     product, core = names.index("input of down"), names.index("input of o")
     dropout, waiting = bool(layout.config.model.dropout), []
     name = FOR_WEIGHT_GRADIENT if split_backward else "gradient"  # of a projection's output
-    output_grad, up_grad = SavedTensor(name, SHARDED_HIDDEN), SavedTensor(name, FEATURES)
-    input_grad = SavedTensor("gradient of input", HIDDEN)
+    output_grad, up_grad = SymbolicTensor(name, SHARDED_HIDDEN), SymbolicTensor(name, FEATURES)
+    input_grad = SymbolicTensor("gradient of input", HIDDEN)
     sharded = layout.sequence_parallel_size > 1
-    branch = [SavedTensor("gradient of branch", HIDDEN)] * (1 + sharded) if dropout or sharded else []
-    features, heads = SavedTensor("gradient of features", FEATURES), SavedTensor("gradient of heads", QUERIES)
-    rotated = SavedTensor("gradient before rotation", QUERIES, COMPUTE)
+    branch = [SymbolicTensor("gradient of branch", HIDDEN)] * (1 + sharded) if dropout or sharded else []
+    features, heads = SymbolicTensor("gradient of features", FEATURES), SymbolicTensor("gradient of heads", QUERIES)
+    rotated = SymbolicTensor("gradient before rotation", QUERIES, COMPUTE)
     weight = [] if split_backward else LARGEST_LAYER_GRADIENT
 
     def keep_for_weight_gradient(*shapes: str) -> None:
-        waiting.extend(SavedTensor(FOR_WEIGHT_GRADIENT, shape) for shape in shapes if split_backward)
+        waiting.extend(SymbolicTensor(FOR_WEIGHT_GRADIENT, shape) for shape in shapes if split_backward)
 
-    masked = SavedTensor("gradient after dropout", SHARDED_HIDDEN)
+    masked = SymbolicTensor("gradient after dropout", SHARDED_HIDDEN)
     events = [BackwardEvent("dropout", len(names), 0, [output_grad, *3 * [masked]])] if dropout else []
     events.append(BackwardEvent("down", product + 1, 0, [output_grad, *branch, *weight, features]))
     keep_for_weight_gradient(FEATURES)
@@ -75,50 +75,53 @@ def layer_backward_events(layout: Layout, split_backward: bool) -> list[Backward
     return events + _norm_backward(layout, attention, 8, [*residual, *waiting])
 
 
-def _norm_backward(layout: Layout, start: int, ready: int, others: Sequence[SavedTensor]) -> list[BackwardEvent]:
+def _norm_backward(layout: RunLayout, start: int, ready: int, others: Sequence[SymbolicTensor]) -> list[BackwardEvent]:
     """A norm whose saved tensors begin at `start`: its backward uses five tensors of its input's size. With sequence
     parallelism the gradient of its output is reduce-scattered first."""
     buffers = [
-        SavedTensor("gradient", HIDDEN),
-        SavedTensor("contiguous copy", HIDDEN),
-        SavedTensor("shard", SHARDED_HIDDEN),
+        SymbolicTensor("gradient", HIDDEN),
+        SymbolicTensor("contiguous copy", HIDDEN),
+        SymbolicTensor("shard", SHARDED_HIDDEN),
     ]
     scatter = [BackwardEvent("reduce-scatter", start + 3, ready, [*buffers, *others])]
-    inside = 5 * [SavedTensor("inside of norm", SHARDED_HIDDEN, COMPUTE)]
+    inside = 5 * [SymbolicTensor("inside of norm", SHARDED_HIDDEN, COMPUTE)]
     norm = BackwardEvent("norm", start + 2, ready, [*inside, *others])
     return [*(scatter if layout.sequence_parallel_size > 1 else []), norm]
 
 
-def _core_gradients(layout: Layout) -> list[SavedTensor]:
+def _core_gradients(layout: RunLayout) -> list[SymbolicTensor]:
     """Gradients of queries, keys and values."""
     if layout.mesh.cp == 1:
-        return [SavedTensor("gradient of queries", QUERIES), *2 * [SavedTensor("gradient of keys or values", KEYS)]]
+        return [
+            SymbolicTensor("gradient of queries", QUERIES),
+            *2 * [SymbolicTensor("gradient of keys or values", KEYS)],
+        ]
     if layout.config.parallel.context == "ulysses":
-        return 2 * [SavedTensor("gradients of exchanged heads", "b exchanged/cp s d")]
+        return 2 * [SymbolicTensor("gradients of exchanged heads", "b exchanged/cp s d")]
     # A ring accumulates them in at least float32 while those of another rank are in flight.
-    keys_values = SavedTensor("keys and values", KEYS, COMPUTE)
-    return [SavedTensor("gradient of queries", QUERIES, COMPUTE)] * 2 + [keys_values] * 6
+    keys_values = SymbolicTensor("keys and values", KEYS, COMPUTE)
+    return [SymbolicTensor("gradient of queries", QUERIES, COMPUTE)] * 2 + [keys_values] * 6
 
 
-def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
+def layer_forward_temporaries(layout: RunLayout) -> list[SymbolicTensor]:
     """Return the temporary tensors at the memory peak of a layer's forward that saves no tensors (full recomputation).
 
     The peak is in the feed-forward layer, where the outputs of gate and up projection are multiplied.
     """
     return [
-        *3 * [SavedTensor("inside feed-forward", FEATURES)],
-        *3 * [SavedTensor("between attention and feed-forward", HIDDEN)],
+        *3 * [SymbolicTensor("inside feed-forward", FEATURES)],
+        *3 * [SymbolicTensor("between attention and feed-forward", HIDDEN)],
     ]
 
 
-def loss_temporaries(layout: Layout) -> list[SavedTensor]:
+def loss_temporaries(layout: RunLayout) -> list[SymbolicTensor]:
     """Return the temporary tensors at the end of forward, when the loss has saved its last tensor for backward."""
-    upcast = [SavedTensor("logits, upcast", LOGITS, COMPUTE)] if layout.dtype != layout.compute_dtype else []
-    shard = [SavedTensor("shard of hidden state", SHARDED_HIDDEN)] if layout.sequence_parallel_size > 1 else []
-    return [SavedTensor("logits", LOGITS), *upcast, *shard]
+    upcast = [SymbolicTensor("logits, upcast", LOGITS, COMPUTE)] if layout.dtype != layout.compute_dtype else []
+    shard = [SymbolicTensor("shard of hidden state", SHARDED_HIDDEN)] if layout.sequence_parallel_size > 1 else []
+    return [SymbolicTensor("logits", LOGITS), *upcast, *shard]
 
 
-def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
+def head_backward_events(layout: RunLayout, split_backward: bool) -> list[BackwardEvent]:
     """Return the backward of each operation of loss, head and final norm, in the order of execution.
 
     split_backward: whether weight gradients are computed later, so that the tensors they need stay live.
@@ -131,10 +134,10 @@ def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardE
     weight = [] if split_backward else VOCABULARY_GRADIENT
     waiting = weight * (not untied)
     if split_backward:
-        waiting = [SavedTensor(FOR_WEIGHT_GRADIENT, HIDDEN), SavedTensor(FOR_WEIGHT_GRADIENT, LOGITS)]
+        waiting = [SymbolicTensor(FOR_WEIGHT_GRADIENT, HIDDEN), SymbolicTensor(FOR_WEIGHT_GRADIENT, LOGITS)]
     upcast = logits_grad if layout.dtype == layout.compute_dtype else "gradient of logits, upcast"
-    loss = [SavedTensor(upcast, LOGITS, COMPUTE), SavedTensor("gradient of log-probabilities", LOGITS, COMPUTE)]
-    head = [SavedTensor(logits_grad, LOGITS), SavedTensor("gradient of input", HIDDEN), *weight]
+    loss = [SymbolicTensor(upcast, LOGITS, COMPUTE), SymbolicTensor("gradient of log-probabilities", LOGITS, COMPUTE)]
+    head = [SymbolicTensor(logits_grad, LOGITS), SymbolicTensor("gradient of input", HIDDEN), *weight]
     return [
         BackwardEvent("loss", len(names), 0, loss[: 2 if layout.mesh.tp == 1 else 1]),
         BackwardEvent("head", names.index("input of head") + 1, 0, head),
@@ -142,13 +145,13 @@ def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardE
     ]
 
 
-def embedding_backward_events(layout: Layout, tied: bool) -> list[BackwardEvent]:
+def embedding_backward_events(layout: RunLayout, tied: bool) -> list[BackwardEvent]:
     """Return the backward of each operation of the input embedding, in the order of execution.
 
     tied: whether the embedding and the head are one parameter, so that the head's gradient is live and the embedding's
     gradient is added to it.
     """
     saved = len(saved_tensors.saved_by_embedding(layout))
-    lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
+    lookup = [SymbolicTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
     events = [BackwardEvent("embedding", saved, 0, lookup)]
     return [*events, BackwardEvent("tied sum", saved, 0, VOCABULARY_GRADIENT * 3)] if tied else events

@@ -4,7 +4,7 @@ import zlib
 
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import is_hidden_matrix
-from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
+from minidist.tools.estimate.layout import DTYPE_BYTES, RunLayout
 from minidist.tools.estimate.states import (
     error_bytes_per_element,
     moments_per_element,
@@ -14,7 +14,7 @@ from minidist.tools.estimate.states import (
 from minidist.tools.estimate.traffic import Traffic
 
 
-def checkpoint_copy_bytes(layout: Layout, traffic: Traffic, rank: int) -> int:
+def checkpoint_copy_bytes(layout: RunLayout, traffic: Traffic, rank: int) -> int:
     """Return the bytes of host memory that this rank keeps for saving checkpoints in the background.
 
     They hold the copies of its tensors that `CheckpointSaver` writes while training goes on; 0 without

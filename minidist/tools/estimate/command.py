@@ -13,7 +13,7 @@ from minidist.tools.estimate.estimate import CHECKPOINT_COPY, MEMORY_KINDS, SHAR
 from minidist.tools.estimate.failures import checkpoint_intervals_json, print_checkpoint_intervals
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.goodput import FailureModel
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.estimate.parameter_count import OFFLOAD_NOTE
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.command import timeline_json
@@ -79,7 +79,7 @@ def _rank_json(cost: RankCost) -> dict:
     return dataclasses.asdict(cost) | totals
 
 
-def _layer_saved_tensors(layout: Layout) -> list[dict]:
+def _layer_saved_tensors(layout: RunLayout) -> list[dict]:
     """The tensors that one layer saves for backward, for the largest micro-batch."""
     saved = saved_tensors.saved_by_layer(layout)
     tensors = activations.list_local_tensors(layout, saved, layout.largest_micro_batch_size)
@@ -221,7 +221,7 @@ def _list_estimate_notes(result: Estimate) -> list[str]:
     return lines
 
 
-def _note_on_selective(layout: Layout) -> str:
+def _note_on_selective(layout: RunLayout) -> str:
     """The effect of selective recomputation in this run: almost none with a fused kernel."""
     samples = layout.largest_micro_batch_size
     full = activations.local_tensor_bytes(layout, saved_tensors.saved_by_layer_without_recompute(layout), samples)

@@ -8,7 +8,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.tools.estimate import activations, flops, shards, states
 from minidist.tools.estimate.checkpoint_copies import checkpoint_copy_bytes
-from minidist.tools.estimate.layout import Layout, plan_layout
+from minidist.tools.estimate.layout import RunLayout, plan_layout
 from minidist.tools.estimate.peak_memory import PeakBytes, StepMemory
 from minidist.tools.estimate.shared_memory import shared_segment_bytes
 from minidist.tools.estimate.traffic import Traffic
@@ -92,7 +92,7 @@ class Estimate:
     timeline of the pipeline schedule, None with a single stage.
     """
 
-    layout: Layout
+    layout: RunLayout
     ranks: Sequence[RankCost]
     pipeline: PipelineTimeline | None
 
@@ -123,7 +123,7 @@ def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
 class _Stage:
     """The costs that all ranks of a pipeline stage have in common."""
 
-    def __init__(self, layout: Layout, traffic: Traffic, stage: int):
+    def __init__(self, layout: RunLayout, traffic: Traffic, stage: int):
         def compute_peak(tensor: int, gradient_bytes: int, samples: tuple[int, ...]) -> PeakBytes:
             flat_params = traffic.flat_params(layout.mesh.rank(pp=stage, tp=tensor))  # the same along dp and cp
             return StepMemory(layout, stage, flat_params, gradient_bytes, samples).compute_peak()
@@ -135,7 +135,7 @@ class _Stage:
         self.hardware_flops_per_token = self.flops_per_token + flops.stage_recompute_flops(layout, stage)
 
 
-def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
+def _estimate_rank(layout: RunLayout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
     mesh, coords = layout.mesh, layout.mesh.coords(rank)
     stage, samples = stages[coords["pp"]], tuple(layout.micro_batch_sizes(coords["dp"]))
     model_states = shards.local_model_states(layout, coords["pp"], traffic.flat_params(rank), traffic.shard_index(rank))

@@ -13,7 +13,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.models.config import ModelConfig
 from minidist.process_groups import forward_flops
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 
@@ -29,7 +29,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     return 6 * (model.num_parameters() - looked_up) + 12 * model.num_layers * model.hidden_size * seq_len
 
 
-def stage_flops_per_token(layout: Layout, stage: int) -> int:
+def stage_flops_per_token(layout: RunLayout, stage: int) -> int:
     """Return the model FLOPs per token of forward and backward on one pipeline stage.
 
     It is `6 N + 12 l h s` over the layers and the head of the stage, so that the sum over all stages is
@@ -52,7 +52,7 @@ def recomputes_down_projection(config: Config) -> bool:
     return config.model.dropout > 0 or config.compile
 
 
-def _layer_recompute_flops(layout: Layout) -> int:
+def _layer_recompute_flops(layout: RunLayout) -> int:
     """FLOPs per token that backward recomputes in one layer."""
     config = layout.config
     weights, attention, _ = forward_flops(config.model, config.data.seq_len)
@@ -62,7 +62,7 @@ def _layer_recompute_flops(layout: Layout) -> int:
     return attention if config.recompute == "selective" else 0
 
 
-def stage_recompute_flops(layout: Layout, stage: int) -> int:
+def stage_recompute_flops(layout: RunLayout, stage: int) -> int:
     """Return the FLOPs per token that backward recomputes on one pipeline stage; 0 without recomputation."""
     return sum(len(chunk.layers) for chunk in layout.stage_chunks(stage)) * _layer_recompute_flops(layout)
 
@@ -77,7 +77,7 @@ class StepFlops(NamedTuple):
     hardware: int
 
 
-def step_flops(layout: Layout) -> StepFlops:
+def step_flops(layout: RunLayout) -> StepFlops:
     """Return the FLOPs of one step on all ranks together, without and with recomputation, by formula."""
     config = layout.config
     tokens = config.train.global_batch * config.data.seq_len
@@ -86,7 +86,7 @@ def step_flops(layout: Layout) -> StepFlops:
     return StepFlops(per_token * tokens, (per_token + recomputed) * tokens)
 
 
-def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline | None:
+def simulate_pipeline(layout: RunLayout, t_comm: float = 0.0) -> PipelineTimeline | None:
     """Simulate the pipeline schedule of a layout and return its timeline; None with a single stage.
 
     The duration of an action is proportional to its FLOPs; the unit of time is the forward of the costliest model

@@ -16,7 +16,7 @@ from minidist.tools.estimate import activations, flops, saved_tensors
 from minidist.tools.estimate.failures import checkpoint_intervals_json, print_checkpoint_intervals
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.goodput import FailureModel
-from minidist.tools.estimate.layout import Layout, plan_layout
+from minidist.tools.estimate.layout import RunLayout, plan_layout
 from minidist.tools.simulate.draw import WIDTH
 
 _RECOMPUTED = {"none": "", "selective": "core", "block": "layer"}
@@ -38,7 +38,7 @@ _SELECTIVE = (
 class _GptEstimate:
     """Parameters, FLOPs and saved activations of Megatron's GPT model on a layout."""
 
-    layout: Layout
+    layout: RunLayout
 
     @property
     def num_parameters(self) -> int:

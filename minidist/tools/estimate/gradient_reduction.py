@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign_buckets
 from minidist.process_groups import GRADIENT_GROUPS, ranks_with, replica_dp_coords
-from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
+from minidist.tools.estimate.layout import DTYPE_BYTES, RunLayout
 from minidist.tools.estimate.states import LocalParameter, TPSumRule, local_parameters
 
 # The name of a group spec -> each rank that is in a process group of it -> the ranks of that group.
@@ -25,7 +25,7 @@ class GradientAllReduce(NamedTuple):
     element_bytes: int
 
 
-def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: RunLayout, rank: int) -> tuple[int, ...]:
     """Return the global ranks whose local gradients of a parameter are summed, `rank` included.
 
     tp_sum_rule: which tensor-parallel ranks are among them (`states.TPSumRule`). stages: the pipeline stages that have
@@ -44,7 +44,7 @@ def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: La
 
 
 def _find_reduction_group(
-    tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, ranks_by_group: RanksByGroup, rank: int
+    tp_sum_rule: TPSumRule, stages: Sequence[int], layout: RunLayout, ranks_by_group: RanksByGroup, rank: int
 ) -> str:
     """The name of the group spec whose process group of `rank` has exactly the ranks that `contributing_ranks`
     returns."""
@@ -52,7 +52,7 @@ def _find_reduction_group(
     return next(spec for spec in GRADIENT_GROUPS if spec in ranks_by_group and ranks_by_group[spec].get(rank) == ranks)
 
 
-def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[GradientAllReduce]:
+def list_gradient_all_reduces(layout: RunLayout, ranks_by_group: RanksByGroup, rank: int) -> list[GradientAllReduce]:
     """Return the all-reduces of gradients that `rank` takes part in during a step without ZeRO.
 
     `comm.gradients` "bucketed": one all-reduce per bucket; the last bucket of a process group ends with one element per

@@ -30,7 +30,7 @@ class ModelChunk:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How a run is laid out on its ranks.
 
     schedule: the pipeline schedule, None with a single stage. policy: the dtype of each kind of tensor.
@@ -88,10 +88,10 @@ class Layout:
         return self.mesh.tp if self.config.parallel.sequence else 1
 
 
-def plan_layout(config: Config, world_size: int) -> Layout:
+def plan_layout(config: Config, world_size: int) -> RunLayout:
     """Return the mesh, pipeline schedule and dtypes of a run on `world_size` ranks.
 
     Raises UserError for a run that `minidist train` would refuse.
     """
     mesh = validate_options(config, world_size)
-    return Layout(config, mesh, pipeline_schedule(config, mesh), resolve_policy(config.precision))
+    return RunLayout(config, mesh, pipeline_schedule(config, mesh), resolve_policy(config.precision))

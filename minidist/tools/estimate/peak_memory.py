@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from minidist.tools.estimate import activations, backward_events, saved_tensors, states
 from minidist.tools.estimate.backward_events import FOR_WEIGHT_GRADIENT, VOCABULARY_GRADIENT, BackwardEvent
-from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.saved_tensors import SHARDED_HIDDEN, SavedTensor
+from minidist.tools.estimate.layout import RunLayout
+from minidist.tools.estimate.saved_tensors import SHARDED_HIDDEN, SymbolicTensor
 from minidist.tools.estimate.shards import LocalFlatParam
 from minidist.tools.estimate.temporary_buffers import DONE, EMBEDDING, HEAD, GradientAndBufferSizes
 
-_BOUNDARY = SavedTensor("hidden state between two layers", SHARDED_HIDDEN)  # or its gradient
+_BOUNDARY = SymbolicTensor("hidden state between two layers", SHARDED_HIDDEN)  # or its gradient
 
 
 class LiveBytes(NamedTuple):
@@ -61,7 +61,7 @@ class StepMemory:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: RunLayout,
         stage: int,
         flat_params: Sequence[LocalFlatParam],
         gradient_bytes: int,
@@ -118,7 +118,7 @@ class StepMemory:
                 yield _add(self._weight_gradient_peak(action.chunk, count, split), others, buffers)
             sent += schedule.consumer(self.stage, action) is not None
 
-    def _size(self, tensors: Iterable[SavedTensor], samples: int) -> int:
+    def _size(self, tensors: Iterable[SymbolicTensor], samples: int) -> int:
         return activations.local_tensor_bytes(self.layout, tensors, samples)
 
     def _forward_peak(self, chunk: int, samples: int) -> PeakBytes:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Dimensions:
     axis_sizes: dict[str, int]
 
     @classmethod
-    def of_micro_batch(cls, layout: Layout, num_samples: int = 1) -> "Dimensions":
+    def of_micro_batch(cls, layout: RunLayout, num_samples: int = 1) -> "Dimensions":
         """Make the dimensions of a micro-batch of `num_samples` samples, for a run with this layout."""
         model = layout.config.model
         sizes = {

@@ -15,7 +15,7 @@ from minidist.process_groups import GRADIENT_GROUPS, is_hidden_matrix
 from minidist.tools.estimate import states
 from minidist.tools.estimate.gathers import count_all_gathers
 from minidist.tools.estimate.gradient_reduction import RanksByGroup, contributing_ranks
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.estimate.states import LocalParameter, local_parameters
 from minidist.zero.plan import ROOT, FlatLayout, block_index, plan_flat_params
 
@@ -39,12 +39,12 @@ class LocalFlatParam:
     block: int
 
 
-def uses_flat_params(layout: Layout) -> bool:
+def uses_flat_params(layout: RunLayout) -> bool:
     """Return whether the run flattens its parameters: if ZeRO is on, or dtypes differ between kinds of tensors."""
     return layout.config.zero.stage > 0 or not layout.policy.uniform
 
 
-def plan_local_flat_params(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[LocalFlatParam]:
+def plan_local_flat_params(layout: RunLayout, ranks_by_group: RanksByGroup, rank: int) -> list[LocalFlatParam]:
     """Return the flat parameters of global rank `rank`, in the order in which backward completes their gradients.
 
     ranks_by_group: the process groups of every group spec (`RanksByGroup`).
@@ -65,7 +65,7 @@ def plan_local_flat_params(layout: Layout, ranks_by_group: RanksByGroup, rank: i
     return [LocalFlatParam(flat.layout, *flat.kind, flat.block) for flat in planned]
 
 
-def _replica_group(layout: Layout, groups: RanksByGroup, rank: int, parameter: LocalParameter) -> str | None:
+def _replica_group(layout: RunLayout, groups: RanksByGroup, rank: int, parameter: LocalParameter) -> str | None:
     """The group spec of the contributors that have the same shard of a parameter; None if this rank is the only one."""
     shard_groups = groups["grads"]
     replicas = contributing_ranks(parameter.tp_sum_rule, parameter.stages, layout, rank)
@@ -77,7 +77,7 @@ def _replica_group(layout: Layout, groups: RanksByGroup, rank: int, parameter: L
     return next(spec for spec in GRADIENT_GROUPS if spec in groups and groups[spec].get(rank) == replicas)
 
 
-def _completing_chunk(layout: Layout, stage: int, parameter: LocalParameter) -> int:
+def _completing_chunk(layout: RunLayout, stage: int, parameter: LocalParameter) -> int:
     """The chunk of the stage whose backward is the last to contribute to a parameter's gradient."""
     if layout.schedule is None:
         return 0
@@ -95,7 +95,7 @@ def _completing_chunk(layout: Layout, stage: int, parameter: LocalParameter) -> 
 
 
 def local_model_states(
-    layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], shard_index: int
+    layout: RunLayout, stage: int, flat_params: Sequence[LocalFlatParam], shard_index: int
 ) -> states.ModelStates:
     """Return the bytes of parameters, gradients, masters and optimizer states on one rank just before an update.
 
@@ -130,7 +130,7 @@ def local_model_states(
 
 
 def flat_param_operations(
-    layout: Layout, flat_params: Sequence[LocalFlatParam], pipeline_stage: int
+    layout: RunLayout, flat_params: Sequence[LocalFlatParam], pipeline_stage: int
 ) -> Counter[Operation]:
     """Return how often a rank runs each collective that reduces flat gradients or gathers flat parameters in a step.
 
@@ -150,7 +150,7 @@ def flat_param_operations(
     return operations
 
 
-def _count_all_gathers(layout: Layout, stage: int) -> Counter[int]:
+def _count_all_gathers(layout: RunLayout, stage: int) -> Counter[int]:
     """How often ZeRO-3 gathers each block of a pipeline stage in a step."""
     chunks, schedule, config = layout.stage_chunks(stage), layout.schedule, layout.config
     if schedule is None:

@@ -10,7 +10,7 @@ that is created while little memory is free maps less.
 
 from collections.abc import Iterator
 
-from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
+from minidist.tools.estimate.layout import DTYPE_BYTES, RunLayout
 from minidist.tools.estimate.traffic import Operation, Traffic
 from minidist.tools.shm.sizes import (
     ALIGN,
@@ -26,7 +26,7 @@ from minidist.tools.shm.sizes import (
 PAGE = 4096
 _PARTITIONED = ("reduce_scatter", "all_to_all")  # a different part of the message for every other rank
 # Group specs that broadcast initial parameters.
-_BROADCAST_AT_START = ("outer", "grads", "replicas", "tensor", "activations")
+_BROADCAST_AT_START = ("outer", "grads", "shard_replicas", "tensor", "activations")
 
 
 class _TouchedSlots:
@@ -115,7 +115,7 @@ def _messages(traffic: Traffic, rank: int) -> Iterator[Operation]:
                 yield spec, "broadcast", numel, DTYPE_BYTES["float32"]
 
 
-def _parameter_sizes(layout: Layout) -> list[int]:
+def _parameter_sizes(layout: RunLayout) -> list[int]:
     """The unsharded sizes of all kinds of parameters, in elements."""
     model = layout.config.model
     hidden, heads = model.hidden_size, model.num_kv_heads * model.head_dim

@@ -8,7 +8,7 @@ from minidist.config import ConsistencyConfig, OptimConfig, ZeroConfig
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import PRECISION_BYTES, Policy
 from minidist.process_groups import first_and_last_stages
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.estimate.shapes import Dimensions
 
 # Over which tensor-parallel ranks a parameter's gradient is summed. "none": this rank alone, as the parameter is
@@ -47,7 +47,7 @@ class LocalParameter:
     stages: tuple[int, ...]
 
 
-def local_parameters(layout: Layout, stage: int) -> list[LocalParameter]:
+def local_parameters(layout: RunLayout, stage: int) -> list[LocalParameter]:
     """Return the parameters of a pipeline stage, in the model's order, with their sizes on a tensor-parallel rank."""
     tied, sizes = layout.config.model.tie_embeddings, Dimensions.of_micro_batch(layout)
     chunks = layout.stage_chunks(stage)
@@ -66,13 +66,13 @@ def local_parameters(layout: Layout, stage: int) -> list[LocalParameter]:
     ]
 
 
-def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
+def _stages(layout: RunLayout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
     if tied and name == EMBEDDING_PARAMETERS[0][0] and layout.schedule:
         return first_and_last_stages(layout.schedule)
     return (stage,)
 
 
-def replica_tp_coords(layout: Layout, parameter: LocalParameter, rank: int) -> range:
+def replica_tp_coords(layout: RunLayout, parameter: LocalParameter, rank: int) -> range:
     """Return the tp coordinates of the ranks that hold the same elements of a parameter as `rank` does."""
     own, size, heads = layout.mesh.coords(rank)["tp"], layout.mesh.tp, layout.config.model.num_kv_heads
     if parameter.dimensions == 1:

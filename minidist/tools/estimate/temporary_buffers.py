@@ -15,7 +15,7 @@ from typing import NamedTuple
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
-from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.estimate.shards import LocalFlatParam
 from minidist.zero.plan import ROOT
 
@@ -48,7 +48,12 @@ class GradientAndBufferSizes:
     """
 
     def __init__(
-        self, layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], gradient_bytes: int, accumulates: bool
+        self,
+        layout: RunLayout,
+        stage: int,
+        flat_params: Sequence[LocalFlatParam],
+        gradient_bytes: int,
+        accumulates: bool,
     ):
         self.layout, self.stage, self.flat_params = layout, stage, flat_params
         self.gradient_bytes, self.accumulates = gradient_bytes, accumulates

@@ -14,7 +14,7 @@ from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix, ranks_with, replica_dp_coords
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
-from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
+from minidist.tools.estimate.layout import DTYPE_BYTES, ModelChunk, RunLayout
 from minidist.tools.estimate.saved_tensors import HIDDEN, SHARDED_HIDDEN, TOKENS
 from minidist.tools.estimate.shapes import Dimensions
 from minidist.tools.estimate.shards import LocalFlatParam, Operation
@@ -26,7 +26,7 @@ from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_ow
 class Traffic:
     """Models the collectives and transfers of one training step on every rank of a layout, and the bytes they send."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: RunLayout):
         self.layout, mesh = layout, layout.mesh
         specs = [CONTROL, *group_specs(mesh, layout.config)]
         self._groups = {spec.name: gradient_reduction.map_ranks_to_groups(spec.rank_groups(mesh)) for spec in specs}

@@ -376,10 +376,9 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    engine: Literal["fast", "mixed", "simple"] = "fast"
+    engine: Literal["fast", "simple"] = "fast"
     """fast: the full trainer. simple: the small trainer `minidist/simple`, which the course builds; it has every axis,
-    and refuses options that it leaves out. mixed: the fast trainer with the short versions of single parts that the
-    chapters build (the `simple.py` files) in place of its own."""
+    and refuses options that it leaves out."""
     recompute: Literal["none", "block", "selective"] = "none"
     """Activation recomputation (checkpointing). block: recompute each layer in backward from its input. selective: only
     the core of attention."""

@@ -387,16 +387,13 @@ _Restrictions = tuple[tuple[bool, str, str], ...]
 
 def _validate_engine(config: Config, mesh: Mesh) -> None:
     """Raise UserError if another engine than the fast one is chosen, and cannot run this mesh or these options."""
-    if config.engine != "fast":
-        list_restrictions = _simple_restrictions if config.engine == "simple" else _mixed_restrictions
-        for is_possible, given, change in list_restrictions(config, mesh):
+    if config.engine == "simple":
+        for is_possible, given, change in _simple_restrictions(config):
             if not is_possible:
-                raise UserError(
-                    f"engine is {config.engine}, which cannot run {given}: give {change}, or --engine fast."
-                )
+                raise UserError(f"engine is simple, which cannot run {given}: give {change}, or --engine fast.")
 
 
-def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
+def _simple_restrictions(config: Config) -> _Restrictions:
     """Return what `minidist/simple` leaves out."""
     precision, zero, mode, optim = config.precision, config.zero, config.consistency, config.optim
     schedule, fault = config.parallel.schedule, config.fault
@@ -458,51 +455,6 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
         ),
         (config.memory.file is None, f"memory.file {config.memory.file}", "no --memory"),
         (config.trace.file is None, f"trace.file {config.trace.file}", "no --trace"),
-    )
-
-
-def _mixed_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
-    """Return what the fast trainer cannot run with the `simple.py` files of its folders in place of its own."""
-    mode, policy, zero = config.consistency.mode, config.precision.policy, config.zero
-    with_zero = f"with zero.stage {zero.stage}"
-    return (
-        (
-            mesh.pp == 1 or config.parallel.schedule in ("gpipe", "1f1b"),
-            f"parallel.schedule {config.parallel.schedule}",
-            "--parallel.schedule 1f1b or gpipe",
-        ),
-        (mesh.pp == 1 or mesh.tp == 1, f"mesh.pp {mesh.pp} with mesh.tp {mesh.tp}", "--mesh.tp 1"),
-        (
-            mesh.tp == 1 or not config.parallel.sequence or config.model.dropout == 0,
-            f"model.dropout {config.model.dropout} with parallel.sequence",
-            "--model.dropout 0",
-        ),
-        (
-            mesh.tp * mesh.cp == 1 or not config.compile,
-            f"compile with mesh.tp {mesh.tp} and mesh.cp {mesh.cp}",
-            "--no-compile",
-        ),
-        (
-            not zero.stage or mesh.dp == mesh.world_size,
-            f"mesh {mesh} {with_zero}",
-            f"--mesh.dp {mesh.world_size} alone",
-        ),
-        (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
-        (not zero.keep_gradients, "zero.keep-gradients true", "--zero.no-keep-gradients"),
-        (not zero.stage or config.optim.kind != "muon", f"optim.kind muon {with_zero}", "--optim.kind adamw"),
-        (
-            not zero.stage or not config.fault.live_recovery,
-            f"fault.live-recovery true {with_zero}",
-            "--fault.no-live-recovery",
-        ),
-        (not zero.stage or config.memory.file is None, f"memory.file {with_zero}", "no --memory"),
-        (not config.zero.offload, "zero.offload true", "--zero.no-offload"),
-        (
-            resolve_policy(config.precision).uniform,
-            f"tensors of different dtypes (precision.policy {policy})",
-            "--precision.policy fp32 alone",
-        ),
-        (mode == "synchronous", f"consistency.mode {mode}", "--consistency.mode synchronous"),
     )
 
 

@@ -31,19 +31,10 @@ IMPOSSIBLE |= {
         *(("gradients", kind, "recompute", what) for what in ("block", "selective")),
     )
 }
-# The mixed engine has no masters, and versions of its own for some kinds of gradient reduction only.
-MIXED_GRADIENTS = ("bucketed", "zero1", "zero2", "zero3", "zero3-freed")
-IMPOSSIBLE |= {("dtype", half, "engine", "mixed") for half in ("bf16", "fp16")}
-IMPOSSIBLE |= {("gradients", kind, "engine", "mixed") for kind in SWITCHES["gradients"] if kind not in MIXED_GRADIENTS}
 # What the simple engine leaves out.
-SIMPLE_GRADIENTS = {*MIXED_GRADIENTS, "naive", "local", "diloco"}
+SIMPLE_GRADIENTS = {"bucketed", "zero1", "zero2", "zero3", "zero3-freed", "naive", "local", "diloco"}
 IMPOSSIBLE |= {("gradients", kind, "engine", "simple") for kind in {*SWITCHES["gradients"]} - SIMPLE_GRADIENTS}
 IMPOSSIBLE |= {("optimizer", "muon", "engine", "simple"), ("recompute", "selective", "engine", "simple")}
-
-
-def mixed_engine_can_run(pp: int, dp: int, cp: int, tp: int) -> bool:
-    """Whether the mixed engine can run a mesh."""
-    return pp * dp * cp * tp > 1 and (pp == 1 or tp == 1)
 
 
 def missing_pairs(switches, cases):
@@ -117,8 +108,6 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
                 alone = {"central", "flat", "local", "diloco", "gossip", "stale"}
                 expected -= alone if dp < ranks else {"gossip"} if dp > 3 else set()
                 expected -= {"asynchronous"}  # with more than one rank it trains another way
-            if name == "engine" and not mixed_engine_can_run(pp, dp, cp, tp):
-                expected = {"fast", "simple"}
             if name == "micro_batches" and dp * 4 > 29:
                 expected = {1}
             assert {getattr(case, name) for case in mine} == expected, (pp, dp, cp, tp, name)

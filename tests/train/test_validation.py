@@ -79,61 +79,6 @@ from tests.helpers.small_run import with_changes
         ),
         (
             2,
-            {"engine": "mixed", "zero__stage": 1, "optim__kind": "muon"},
-            r"engine is mixed, which cannot run optim.kind muon with zero.stage 1: give --optim.kind adamw,",
-        ),
-        (
-            2,
-            {"engine": "mixed", "zero__stage": 2, "zero__keep_gradients": True},
-            r"engine is mixed, which cannot run zero.keep-gradients true: give --zero.no-keep-gradients, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "zero__stage": 3, "zero__shard": 1},
-            r"engine is mixed, which cannot run zero.shard 1: give no --zero.shard, or --engine fast",
-        ),
-        (
-            2,
-            {"engine": "mixed", "zero__stage": 3, "fault__live_recovery": True},
-            r"engine is mixed, .* fault.live-recovery true with zero.stage 3: give --fault.no-live-recovery, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__tp": 2, "compile": True},
-            r"engine is mixed, which cannot run compile with mesh.tp 2 and mesh.cp 1: give --no-compile, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__tp": 2, "parallel__sequence": True, "model__dropout": 0.1},
-            r"engine is mixed, which cannot run model.dropout 0.1 with parallel.sequence: give --model.dropout 0, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__pp": 2, "parallel__schedule": "interleaved", "train__micro_batches": 2},
-            r"engine is mixed, which cannot run parallel.schedule interleaved: give --parallel.schedule 1f1b or gpipe",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__pp": 2, "parallel__schedule": "zb-h1", "train__micro_batches": 4},
-            r"engine is mixed, which cannot run parallel.schedule zb-h1: give --parallel.schedule 1f1b or gpipe, or",
-        ),
-        (
-            4,
-            {"engine": "mixed", "mesh__pp": 2, "mesh__tp": 2},
-            r"engine is mixed, which cannot run mesh.pp 2 with mesh.tp 2: give --mesh.tp 1, or --engine fast",
-        ),
-        (
-            2,
-            {"engine": "mixed", "precision__policy": "bf16"},
-            r"engine is mixed, .* different dtypes \(precision.policy bf16\): give --precision.policy fp32 alone, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "consistency__mode": "central"},
-            r"engine is mixed, which cannot run consistency.mode central: give --consistency.mode synchronous, or",
-        ),
-        (
-            2,
             {"zero__offload": True, "device": "cpu"},
             r"zero.offload true has no effect: it moves master weights .* device is cpu. Leave --zero.offload out",
         ),

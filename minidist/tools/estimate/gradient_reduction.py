@@ -56,10 +56,9 @@ def list_gradient_all_reduces(layout: RunLayout, ranks_by_group: RanksByGroup, r
     """Return the all-reduces of gradients that `rank` takes part in during a step without ZeRO.
 
     `comm.gradients` "bucketed": one all-reduce per bucket; the last bucket of a process group ends with one element per
-    parameter, which counts the ranks that used the parameter (with `engine` mixed, every bucket ends with those of its
-    own parameters). "flat": one all-reduce, which ends with these counts. "naive": two all-reduces per parameter, one
-    of the gradient and one of the count, a single float32 element. ranks_by_group: the process groups of every group
-    spec (`RanksByGroup`).
+    parameter, which counts the ranks that used the parameter. "flat": one all-reduce, which ends with these counts.
+    "naive": two all-reduces per parameter, one of the gradient and one of the count, a single float32 element.
+    ranks_by_group: the process groups of every group spec (`RanksByGroup`).
     """
     comm, element_bytes = layout.config.comm, DTYPE_BYTES[layout.dtype]
     group_of = cache(
@@ -79,13 +78,9 @@ def list_gradient_all_reduces(layout: RunLayout, ranks_by_group: RanksByGroup, r
             buckets = [list(sizes)]
         else:
             in_bytes = {name: numel * element_bytes for name, numel in sizes.items()}
-            first = None if layout.config.engine == "mixed" else FIRST_BYTES
-            buckets = assign_buckets(in_bytes, int(comm.bucket_mib * MIB), first)
+            buckets = assign_buckets(in_bytes, int(comm.bucket_mib * MIB), FIRST_BYTES)
         elements = [sum(sizes[name] for name in bucket) for bucket in buckets]
-        if layout.config.engine == "mixed":
-            elements = [numel + len(bucket) for numel, bucket in zip(elements, buckets, strict=True)]
-        else:
-            elements[-1] += len(sizes)
+        elements[-1] += len(sizes)
         all_reduces += [GradientAllReduce(spec, numel, element_bytes) for numel in elements]
     return all_reduces
 

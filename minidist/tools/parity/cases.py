@@ -83,7 +83,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "empty_step": (False, True),
     "resume": (False, True),
     "recompute": ("none", "block", "selective"),
-    "engine": ("fast", "mixed", "simple"),
+    "engine": ("fast", "simple"),
 }
 
 # float64: summing in another order moves parameters by 1e-12 of the largest in five AdamW steps; 1e-10 leaves room.

@@ -39,7 +39,7 @@ class ParityOptions:
     only: str | None = None
     """Run only rows whose name contains this text or matches it as a regular expression, such as "dp=2 bucketed.*sgd";
     or the row of --full with exactly this name. Separate several by "; "."""
-    engine: Literal["fast", "mixed", "simple"] | None = None
+    engine: Literal["fast", "simple"] | None = None
     """Run the rows of this engine only (see `minidist train --help`); those of all engines when not given."""
     full: bool = False
     """Run every combination of the switches (thousands) instead of a set that covers every pair of values."""

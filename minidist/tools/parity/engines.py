@@ -137,5 +137,5 @@ class SimpleParityEngine(ParityEngine):
 
 
 def engine_class(engine: str) -> type[ParityEngine]:
-    """Return the class that trains the cases of an engine. engine: "fast", "mixed" or "simple"."""
+    """Return the class that trains the cases of an engine. engine: "fast" or "simple"."""
     return SimpleParityEngine if engine == "simple" else ParityEngine

@@ -4,33 +4,32 @@ The loss is multiplied by a scale before backward, and the gradients are divided
 searches for the largest scale that does not overflow, and that continues the search after a restart.
 
 LossScaler(config): config.initial_scale is a power of two; config.growth_interval and config.max_overflows are numbers
-of steps. update(overflow) is called once per step, with a bool. scale is a float, overflowed a list of floats.
+of steps. update(overflow) is called once per step, with a bool. scale is a float, at most 2**127, and overflowed a list
+of floats. state_dict() returns {"scale": float, "good_steps": int, "overflowed": list of floats}.
 Example: with initial_scale=1024 and growth_interval=2, the scales after the steps good, good, overflow, good, good are
     1024, 2048, 1024, 1024, 2048
 After the overflow, overflowed is [2048.0] until the next good step, and then [].
 
-Checked: the scales of many sequences of steps against torch's own rule; `overflowed` and `exhausted` with several
-limits; and that a scaler that has loaded a state from JSON continues exactly as the one that saved it.
+Checked: the scales of many sequences of steps against torch's own rule, up to 2**127 and below 1; `overflowed` and
+`exhausted` with several limits; that a scaler that has loaded a state from JSON continues exactly as the one that saved
+it, whose list it does not share; and a training loop on 1 and 2 ranks with gradients of 2**-26 and 8.
 
 You may call:
     len(list), min(a, b), float(number)   nothing else is needed
 
 Check it with: python -m exercises check loss_scaler
 
-Stub bb4465cd.
+Stub ee1569d8.
 """
-
-from typing import Any
 
 from minidist.config import PrecisionConfig
 
 
 class LossScaler:
-    """The dynamic loss scale, for gradients that would underflow in fp16 (arXiv 1710.03740, section 3.2).
+    """The loss scale: a power of two, as large as possible without overflow, so scaling is exact.
 
-    config: `initial_scale` is a power of two, so scaling is exact; `growth_interval` and `max_overflows` count steps.
-    scale: the factor of this step's loss. overflowed: the scales of the latest consecutive steps that overflowed,
-    oldest first; empty if the last step did not overflow. exhausted: whether these are `max_overflows` steps or more.
+    scale: multiply the loss by it before backward, and divide the summed gradients by it. overflowed: the scales of the
+    latest consecutive steps that overflowed, oldest first.
     """
 
     def __init__(self, config: PrecisionConfig):
@@ -42,17 +41,13 @@ class LossScaler:
         raise NotImplementedError("return whether `max_overflows` consecutive steps or more overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Halve the scale after an overflow; double it after `growth_interval` consecutive successful steps.
+        """Halve the scale after an overflow; double it after `growth_interval` consecutive steps without one."""
+        raise NotImplementedError("halve the scale after an overflow, double it after enough good steps")
 
-        Every change restarts the count of steps. At 2**127 the scale is not doubled, as fp32 has no 2**128, but the
-        count restarts. overflow: whether a gradient on any rank was non-finite.
-        """
-        raise NotImplementedError("halve the scale after an overflow, double it after enough successful steps")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {"scale": float, "good_steps": int, "overflowed": list}, which determine all later steps."""
+    def state_dict(self) -> dict:
+        """Return all that later steps depend on, as a JSON object."""
         raise NotImplementedError("return everything that later steps depend on")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict()` returned; it may have been written to JSON and read again."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
         raise NotImplementedError("restore such a state")

@@ -1,62 +1,52 @@
 """Master weights that keep small updates.
 
-A 16-bit weight loses updates that are smaller than half the distance to the next number. Write the fp32 copies that the
-optimizer updates instead, and two ways to round them into the parameters: to nearest, and at random.
+A 16-bit weight loses every update that is smaller than half the distance to the next number. Write the function that
+narrows a model and keeps fp32 copies, which the optimizer updates, and the one that brings their new values back.
 
-parameters and values: tensors of equal shapes, in 16 bits and in fp32. After attach_grads(gradients, scale), any torch
-optimizer of `masters` can step. round_stochastically(values, generator): a bf16 tensor of the shape of the fp32 values.
-Example: bf16 has 1.0 and 1.0078125, and nothing between.
-    weights = MasterWeights([torch.ones(1, dtype=torch.bfloat16)], [torch.tensor([1.001])])
-    weights.masters   is [tensor([1.001])]; after copy_to_params() the parameter is 1.0
-    round_stochastically(torch.tensor([1.001]), generator)   is 1.0078125 in 12.8 % of the calls, otherwise 1.0
+make_masters(model, dtype): every parameter of the model gets `dtype`, and stays the same Parameter. The result has a
+master of each parameter that requires a gradient, by name. With a 16-bit dtype it is an fp32 copy of the value before
+the conversion, in the parameter's shape; with float32 or float64 it is the converted parameter itself.
+copy_to_parameters(masters, parameters): overwrites the values of `parameters`, in place. `masters` may have more names.
+Example: bf16 has 1.0 and 1.0078125, and nothing between. With model.weight = [1.001] and model.bias = [0.5]
+    masters = make_masters(model, torch.bfloat16)
+    masters["weight"], model.weight   are [1.001] in fp32 and [1.0] in bf16
+    masters["weight"] += 0.003; copy_to_parameters(masters, {"weight": model.weight})
+    masters["weight"], model.weight   are [1.004] and [1.0078125]; bias has not changed
 
-Checked: masters, gradients and parameters over 200 updates against float64; dtypes; that nothing shares memory with
-`values` or the given gradients; and the rounding by the two neighbours of a value, their frequencies in 20,000 draws
-(within five standard deviations), exact values, zeros, infinities, NaN, and equal results from equal generators.
+Checked: dtypes, shapes and values of masters and parameters, for models in float32, float64 and bf16; frozen and tied
+parameters; buffers unchanged; that masters share no memory with 16-bit parameters; parameters over 200 updates by SGD
+against float64; that a view of a parameter sees the copied values; and memory: 6 bytes per element afterwards.
 
 You may call:
-    Tensor.to(dtype), Tensor.copy_(tensor)   round to nearest where the dtype is narrower
-    torch.randint(1 << 16, shape, dtype=torch.int32, device=device, generator=generator)   random integers of 16 bits
-    Tensor.view(torch.int32), Tensor.view(torch.float32)   the same 32 bits read as the other dtype
-    torch.where(condition, tensor, other), Tensor.isfinite()
+    named_parameters(model)   {name: Parameter} in the order of the model; a tied parameter once, under its first name
+    parameter.data   the values, a tensor without gradients; `parameter.data = tensor` gives it other values or dtype
+    Tensor.detach(), Tensor.clone(), Tensor.to(dtype, copy=False)   copy=True: a new tensor also if the dtype is equal
+    Tensor.copy_(tensor)   overwrites the values in place, and rounds to nearest where this tensor's dtype is narrower
+    torch.no_grad()   as a context: inside, tensors that require gradients may be overwritten
+    torch.promote_types(a, b)   the dtype that has the numbers of both: float32 of bfloat16 and float32
 
 Check it with: python -m exercises check master_weights
 
-Stub c643c01b.
+Stub 2d72eae4.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from minidist.parameters import named_parameters
 
 
-def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 `values` to bf16, up or down at random, so that the expected result is the value (arXiv 1502.02551).
+def copy_to_parameters(masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Copy to each of `parameters` the master of its name, which rounds it to the parameter's dtype, in place."""
+    raise NotImplementedError("round the masters into the parameters")
 
-    Values that bf16 represents are unchanged, also infinities and NaN. generator: of the random numbers.
+
+def make_masters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Convert a model's parameters to `dtype`, in place; return what the optimizer is to update, by name.
+
+    These masters are copies in float32 of what the parameters were before, or the parameters themselves if `dtype` is
+    not narrower. An update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
     """
-    raise NotImplementedError("round up or down at random")
-
-
-class MasterWeights:
-    """The fp32 copies of 16-bit parameters, which the optimizer updates in their place (arXiv 1710.03740, section 3.1).
-
-    parameters: 16-bit tensors of any shapes, which the model reads. values: their fp32 values before they were rounded,
-    in the same order. generator: round stochastically, to bf16, with its numbers; None: round to nearest.
-    masters: the fp32 copies, in the same order; they share no memory with `values`.
-    """
-
-    def __init__(
-        self, parameters: Iterable[Tensor], values: Iterable[Tensor], generator: torch.Generator | None = None
-    ):
-        raise NotImplementedError("make the fp32 copies")
-
-    def attach_grads(self, gradients: Iterable[Tensor], scale: float = 1.0) -> None:
-        """Set the `.grad` of each master to its gradient, converted to fp32 and then divided by `scale`."""
-        raise NotImplementedError("set the gradients of the masters, in fp32")
-
-    @torch.no_grad()
-    def copy_to_params(self) -> None:
-        """Overwrite the parameters with the rounded masters; the masters keep their values."""
-        raise NotImplementedError("round the masters into the parameters")
+    raise NotImplementedError("convert the parameters, and return their masters")

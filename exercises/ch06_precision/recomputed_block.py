@@ -1,48 +1,58 @@
 """Activation recomputation of a block.
 
-Autograd saves many tensors of a block for backward, and all of them can be recomputed from the block's arguments.
-Write a function that wraps a block so that only its arguments are kept, with saved_tensors_hooks, which section 6.6 of
-the notebook introduces.
+Autograd saves many tensors of a block for backward, and all of them can be computed once more from the block's input.
+Write an operation with a backward of its own that saves this input only, and the function that makes a block use it.
 
-run: any function of tensors and other objects, by position. Result: a function that is called in its place, any number
-of times before the first backward.
-Example: with block = lambda x: x.exp().sin() and x of shape (1024,), autograd saves x.exp() twice over: 8 kB in fp32.
-    y = with_recomputation(block)(x)   has the same values, and nothing of these 8 kB exists after the call
-    y.sum().backward()                 calls block(x) once more, and gives x.grad bit for bit as without the wrapper
+Recompute.apply(run, arguments, hidden, anchor): run(hidden, *arguments), where hidden is a tensor of any shape and
+arguments a tuple of other objects, which need no gradient. forward and backward are the two halves of it, which section
+6.6 of the notebook introduces. recompute_block(block): from then on block(hidden, *arguments) is such an operation, any
+number of times before the first backward, and only runs the block where gradients are disabled.
+Example: block(x) is x.exp().sin() with x of shape (1024,) in fp32, so that autograd saves x.exp() twice over.
+    recompute_block(block); y = block(x)   has the same values, and no tensor but x and y exists after the call
+    y.sum().backward()                     runs the block once more, and gives x.grad bit for bit as without it
 
-Checked: outputs and gradients bit for bit, in float64 and bf16, with dropout; memory between forward and backward, and
-that each recomputed tensor is freed when its operation is done; several calls in flight, with backward in any order;
-how often the block runs (once in forward, once per backward, once under no_grad); torch's random numbers in the block,
-and after it; and on 1 to 4 ranks that a block's messages are repeated once, in the same order on all of them.
+Checked: outputs and gradients bit for bit, in float64 and bf16, with dropout by addresses; memory between forward and
+backward, and that a recomputed tensor is freed when its operation is done; several calls in flight, with backward in
+any order, or twice; how often the block runs (once in forward, once per backward, once under no_grad); gradients of the
+weights if `hidden` needs none, through hooks on them as well; and on 1 to 4 ranks that a block's collectives are
+repeated once, in the same order on all of them.
 
 You may call:
-    saved_tensors_hooks(pack, unpack)   within it, autograd stores pack(tensor), and backward calls unpack(stored)
-    torch.is_grad_enabled(), torch.enable_grad()   gradients are disabled while backward runs
-    torch.get_rng_state(), torch.set_rng_state(state)   the state of the CPU's random numbers
-    fork_rng(devices=[])   a context manager: restores that state when it ends
-    Tensor.detach(), Tensor.requires_grad_(flag), isinstance(x, Tensor), count()   count(): 0, 1, 2, ... by next()
+    ctx.save_for_backward(tensor), ctx.saved_tensors   keep tensors from forward; a tuple of them in backward
+    torch.is_grad_enabled(), torch.enable_grad()   gradients are disabled inside both forward and backward of a Function
+    Tensor.detach(), Tensor.requires_grad_()   the same values without their graph; the start of a new graph
+    out.backward(grad)   backward from a tensor `out` whose gradient is `grad`, of the same shape
+    torch.empty(0, requires_grad=True)   a tensor that requires a gradient and takes no memory
 
 Check it with: python -m exercises check recomputed_block
 
-Stub 69b2cc74.
+Stub 506b1a99.
 """
 
-from collections.abc import Callable
-from itertools import count
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.random import fork_rng
+from torch import Tensor, nn
+from torch.autograd import Function
 
 
-def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that autograd saves only its arguments, and backward recomputes all other saved tensors.
+class Recompute(Function):
+    """`Recompute.apply(run, arguments, hidden, anchor)` returns `run(hidden, *arguments)`, and saves only `hidden`.
 
-    run: takes tensors and other arguments by position, and returns tensors. Returns a function with the same arguments
-    and results. Backward calls `run` once more, from the CPU random state that forward began with, and leaves the
-    current random state unchanged. Under `no_grad` the function only calls `run`.
+    Backward runs it again, and a backward inside of this one gives the parameters their gradients. anchor: any tensor
+    that requires a gradient, so that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
     """
 
-    raise NotImplementedError("return a function that runs, and keeps nothing of the graph but the arguments")
+    @staticmethod
+    def forward(ctx, run, arguments, hidden, anchor):
+        raise NotImplementedError("run the block, and keep what backward needs")
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("run the block again, and go backward through this second run")
+
+
+def recompute_block(block: nn.Module) -> None:
+    """Let a block recompute its activations in backward, in place.
+
+    Dropout needs nothing: its masks are functions of addresses among the block's arguments, not of a generator's state.
+    """
+    raise NotImplementedError("replace the block's forward")

@@ -1,5 +1,6 @@
 """Tests of recomputed_block: the reference is the same block without recomputation, under torch's own autograd."""
 
+import functools
 from unittest import mock
 
 import torch
@@ -45,13 +46,13 @@ class Stack:
 
     def __init__(self, answer=None, dtype=torch.float64):
         self.blocks = [Block(10 * number, dtype) for number in range(3)]
-        self.forwards = [
-            block.forward if answer is None else answer.with_recomputation(block.forward) for block in self.blocks
-        ]
+        if answer is not None:
+            for block in self.blocks:
+                answer.recompute_block(block)
 
     def __call__(self, x, address):
-        for forward in self.forwards:
-            x = forward(x, address)
+        for block in self.blocks:
+            x = block(x, address)
         return x
 
     def gradients(self):
@@ -61,6 +62,18 @@ class Stack:
 
     def runs(self):
         return [block.runs for block in self.blocks]
+
+
+class Run(nn.Module):
+    """A block that computes `run(x, *arguments)`, recomputed by `answer`."""
+
+    def __init__(self, answer, run):
+        super().__init__()
+        self.run = run
+        answer.recompute_block(self)
+
+    def forward(self, x, *arguments):
+        return self.run(x, *arguments)
 
 
 def inputs(seed, dtype=torch.float64):
@@ -84,12 +97,33 @@ def equals_the_plain_block(answer):
             out.float().square().sum().backward()
             found.append((out.float().tolist(), x.grad.float().tolist(), stack.gradients()))
         case = f"three blocks with dropout, in {dtype}".replace("torch.", "")
+        expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=case)
         for what, wanted, got in zip(("output", "gradient of the input", "gradients"), *found, strict=True):
             expect(f"the {what}", got, wanted, case=case)
 
 
+@test(points=2)
+def the_operation_alone(answer):
+    """Recompute.apply runs and differentiates any function of a tensor, with other arguments or without."""
+    anchor = torch.empty(0, requires_grad=True)
+    for arguments in ((), (2.0,), (3.0, torch.tensor(0.5, dtype=torch.float64))):
+        found = []
+        for is_recomputed in (False, True):
+            weight, x = draw(3, HIDDEN, HIDDEN).requires_grad_(), draw(4, TOKENS, HIDDEN).requires_grad_()
+
+            def run(x, factor=1.0, shift=0.0, weight=weight):
+                return torch.sin(x @ weight) * factor + shift
+
+            out = answer.Recompute.apply(run, arguments, x, anchor) if is_recomputed else run(x, *arguments)
+            out.square().sum().backward()
+            found.append([out.tolist(), x.grad.tolist(), weight.grad.tolist()])
+        case = f"Recompute.apply(run, {len(arguments)} arguments, hidden, anchor)"
+        for what, wanted, got in zip(("output", "gradient of hidden", "gradient of a weight"), *found, strict=True):
+            expect(f"the {what}", got, wanted, case=case)
+
+
 @test(points=3)
-def saves_only_the_arguments(answer):
+def saves_only_the_input(answer):
     """Between forward and backward a block's input is there, and nothing that was made inside of it."""
     made = []
 
@@ -98,25 +132,25 @@ def saves_only_the_arguments(answer):
         made.append(StorageWeakRef(inside.untyped_storage()))
         return inside.sin().cos()
 
-    out = answer.with_recomputation(run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
-    case = "run(x, scale), which computes (x * scale).exp() as a temporary"
+    out = Run(answer, run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
+    case = "block(x, scale), which computes (x * scale).exp() as a temporary"
     expect("whether that is still there before backward", not made[0].expired(), False, case=case)
     out.sum().backward()
     block, blocks = 4 * 8 * 16_000, 8  # bytes of the largest tensor that a block makes
     weights = [torch.ones(16, 16_000) / 16_000 for _ in range(blocks)]
     x = torch.ones(8, 16, requires_grad=True)
-    forwards = [answer.with_recomputation(lambda x, w=w: torch.tanh(torch.tanh(x @ w).square()) @ w.T) for w in weights]
+    runs = [Run(answer, lambda x, w=w: torch.tanh(torch.tanh(x @ w).square()) @ w.T) for w in weights]
     with PeakMemory() as memory:
         y = x
-        for forward in forwards:
-            y = forward(y)
+        for run in runs:
+            y = run(y)
         y.sum().backward()
     got = memory.peak_bytes / block
     what = f"memory at the worst moment: at most 7 times the largest tensor of a block, not {got:.1f} times"
     expect(what, got <= 7, True, case=f"{blocks} blocks, each of which makes 3 such tensors")
 
 
-@test(points=2)
+@test(points=1)
 def freed_during_backward(answer):
     """A recomputed tensor is freed as soon as the operation that needs it has done its backward."""
     made, gone = [], []
@@ -125,14 +159,14 @@ def freed_during_backward(answer):
         first = x.exp()
         second = first.exp()
         made.append([StorageWeakRef(each.untyped_storage()) for each in (first, second)])
-        if len(made) == 1:
+        if first.requires_grad:
             first.register_hook(lambda _: gone.extend(reference.expired() for reference in made[-1]))
         return second * torch.full((TOKENS,), 2.0)
 
-    answer.with_recomputation(run)(torch.ones(TOKENS, requires_grad=True)).sum().backward()
-    expect("how often it was run", len(made), 2, case="run(x) = x.exp().exp() * 2")
+    Run(answer, run)(torch.ones(TOKENS, requires_grad=True)).sum().backward()
+    expect("how often it was run", len(made), 2, case="block(x) = x.exp().exp() * 2")
     wanted = [False, True]
-    expect("which of x.exp() and x.exp().exp() are gone when backward is between them", gone, wanted, case="run(x)")
+    expect("which of x.exp() and x.exp().exp() are gone when backward is between them", gone, wanted, case="block(x)")
 
 
 @test(points=2)
@@ -147,6 +181,7 @@ def calls_are_independent(answer):
                 outs[number].square().sum().backward()
             found.append(([x.grad.tolist() for x in xs], stack.gradients()))
         case = f"three micro-batches, whose backward comes in the order {order}"
+        expect("how often each block was run, forward and backward", stack.runs(), [6, 6, 6], case=case)
         expect("the gradients of the inputs", found[1][0], found[0][0], case=case)
         expect("the gradients of the weights", found[1][1], found[0][1], case=case)
 
@@ -168,63 +203,41 @@ def runs_twice(answer):
 @test(points=1)
 def backward_twice(answer):
     """Backward may go through the same graph again, and comes to the same."""
-    stack = Stack(answer)
-    out, x = None, inputs(1)
+    stack, x = Stack(answer), inputs(1)
     out = stack(x, keys(0)).square().sum()
     out.backward(retain_graph=True)
     once, weights = x.grad.clone(), stack.gradients()
     out.backward()
     expect("the gradient of the input after two backwards", x.grad, 2 * once)
+    expect("how often each block was run, one forward and two backwards", stack.runs(), [3, 3, 3])
     twice = [(2 * torch.tensor(grad)).tolist() for grad in weights]
     expect("the gradients of the weights after two backwards", stack.gradients(), twice)
+
+
+@test(points=2)
+def weights_behind_a_frozen_embedding(answer):
+    """The weights get their gradients if the input needs none, once each, and their hooks see them."""
     found = []
-    for wrap in (lambda run: run, answer.with_recomputation):
-        x, weight = inputs(1), draw(3, HIDDEN, HIDDEN).requires_grad_()
-        out = wrap(lambda x, weight: (x.sin() * (x @ weight).exp()).tanh())(x, weight).sum()
-        (first,) = torch.autograd.grad(out, weight, retain_graph=True)  # needs some of the saved tensors only
-        out.backward()
-        found.append([first.tolist(), x.grad.tolist(), weight.grad.tolist()])
-    expect("the gradients of a backward for the weight alone, then of a whole one", found[1], found[0])
-
-
-@test(points=1)
-def repeats_random_numbers(answer):
-    """torch's dropout has the same mask in both runs, and later random numbers do not change."""
-    found = []
-    for wrap in (lambda run: run, answer.with_recomputation):
-        weight, x = draw(3, HIDDEN, HIDDEN).requires_grad_(), inputs(1)
-        block = wrap(lambda x, weight=weight: torch.nn.functional.dropout((x @ weight).tanh(), 0.5))
-        torch.manual_seed(11)
-        outs = [block(x), block(x + 1)]
-        between = torch.rand(4)  # backward begins from another state than forward
-        outs[0].square().sum().backward()
-        found.append((weight.grad.tolist(), torch.rand(4).tolist(), between.tolist()))
-        outs[1].square().sum().backward()
-        found[-1] += (weight.grad.tolist(), x.grad.tolist())
-    case = "two calls of a block with torch's dropout, from torch.manual_seed(11)"
-    names = ("gradient of the weight", "random numbers after backward", "random numbers after forward")
-    names += ("gradient of the weight after both backwards", "gradient of the input")
-    for what, wanted, got in zip(names, *found, strict=True):
-        expect(f"the {what}", got, wanted, case=case)
-
-
-@test(points=1)
-def gradients_of_all_inputs(answer):
-    """Weights learn where the input takes no gradient, and all tensors among the arguments take theirs."""
-    stack = Stack(answer)
-    stack(inputs(1).detach(), keys(0)).square().sum().backward()
-    plain = Stack()
-    plain(inputs(1).detach(), keys(0)).square().sum().backward()
-    expect("the gradients of the weights", stack.gradients(), plain.gradients(), case="an input without gradient")
-    found = []
-    for change in (lambda run: run, answer.with_recomputation):
-        x, low, high = (torch.full((2,), value, requires_grad=True) for value in (0.5, 2.0, 3.0))
-        y = x * 2  # an argument that is not a leaf
-        run = change(lambda x, power, low, high: ((x * low).exp() * high**power, (x + high).sin()))
-        first, second = run(y, 3, low, high)
-        grads = torch.autograd.grad(first.sum() + second.square().sum(), (x, low, high))
-        found.append([grad.tolist() for grad in grads])
-    expect("the gradients of three arguments", found[1], found[0], case="run(x, 3, low, high) with two results")
+    for stack in (Stack(), Stack(answer)):
+        seen = []
+        for block in stack.blocks:
+            block.down.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad.tolist()))
+        x = inputs(1).detach()
+        out = stack(x, keys(0))
+        case = "three blocks, an input that requires no gradient"
+        expect("whether the output requires a gradient", out.requires_grad, True, case=case)
+        out.square().sum().backward()
+        expect("the gradient of the input", x.grad, None, case=case)
+        found.append((stack.gradients(), seen))
+    expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=case)
+    expect("the gradients of the weights", found[1][0], found[0][0], case=case)
+    expect("what hooks on three weights were given, in order", found[1][1], found[0][1], case=case)
+    for is_frozen in (False, True):
+        block = Block(1)
+        block.up.requires_grad_(not is_frozen)
+        answer.recompute_block(block)
+        block(inputs(2), keys(0)).sum().backward()
+        expect("whether a frozen weight has a gradient", block.up.grad is None, is_frozen)
 
 
 class Sum(torch.autograd.Function):
@@ -247,20 +260,21 @@ def repeats_collectives_in_order(answer, world, network):
     parts = [[draw(100 * rank + number, HIDDEN, 2 + number) for number in range(3)] for rank in range(world.size)]
     mine = [part.clone().requires_grad_() for part in parts[world.rank]]
 
-    def run(x, weight):
+    def run(weight, x):
         return torch.tanh(Sum.apply(x @ weight, network.group)).sum(dim=-1, keepdim=True) * x
 
-    forward, x = answer.with_recomputation(run), draw(7, TOKENS, HIDDEN)
+    x = draw(7, TOKENS, HIDDEN)
     for weight in mine:
-        x = forward(x, weight)
+        x = Run(answer, functools.partial(run, weight))(x)
     sent = len(network.records)
     x.square().sum().backward()
     all_sent = [record.payload_bytes for record in network.records]
     sizes = [8 * TOKENS * (2 + number) for number in range(3)] * (world.size > 1)
-    expect("bytes of each message in forward", all_sent[:sent], sizes)
-    expect("bytes of each message in backward", all_sent[sent:], sizes[::-1])
+    case = "three blocks, each of which calls all_reduce once"
+    expect("bytes of each message in forward", all_sent[:sent], sizes, case=case)
+    expect("bytes of each message in backward", all_sent[sent:], sizes[::-1], case=case)
     everywhere = all_gather_object(all_sent, network.group)
-    expect("messages on all ranks", everywhere, [all_sent] * world.size)
+    expect("messages on all ranks", everywhere, [all_sent] * world.size, case=case)
     x, wholes = draw(7, TOKENS, HIDDEN), [[part.clone().requires_grad_() for part in row] for row in parts]
     for number in range(3):
         x = torch.tanh(sum(x @ row[number] for row in wholes)).sum(dim=-1, keepdim=True) * x

@@ -5,6 +5,7 @@ gradients from underflow in fp16 (section 3.2), and `agree_on_step` makes one de
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,13 @@ def make_masters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
             masters[name] = parameter.detach().to(torch.float32, copy=True) if is_narrow else parameter
         parameter.data = parameter.data.to(dtype)
     return masters
+
+
+def copy_to_parameters(masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Copy to each of `parameters` the master of its name, which rounds it to the parameter's dtype, in place."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(masters[name])  # nothing happens if the parameter is its own master
 
 
 class LossScaler:
@@ -60,8 +68,8 @@ class LossScaler:
         self.overflowed = []
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
-            self.scale = min(self.scale * 2, 2.0**127)  # the largest power of two in float32
             self.good_steps = 0
+            self.scale = min(self.scale * 2, 2.0**127)  # the largest power of two in float32
 
     def state_dict(self) -> dict:
         """Return all that later steps depend on, as a JSON object."""
@@ -80,8 +88,7 @@ class Decision:
     loss: mean token loss of the global batch in nats; None if no token counts. num_tokens: the weighted number of
     tokens in that mean. grad_norm: of the global gradient, before clipping; NaN if it is not finite. update_successful:
     whether all ranks update their parameters; otherwise none does. is_finite: whether loss and norm are finite.
-    overflowed: whether scaled gradients overflowed on any rank. stop_requested: whether any rank asked for the end of
-    the run.
+    overflowed: whether scaled gradients overflowed on any rank. stop_requested: whether any rank asks to end the run.
     """
 
     loss: float | None
@@ -99,24 +106,21 @@ def agree_on_step(
     """Collective: make one decision for all ranks, before the first of them has written a parameter.
 
     loss, squared_norm: this rank's parts of the global batch's loss and of the squared gradient norm. stop_requested:
-    whether this rank asks for the end of the run. num_tokens: in the global batch; 0 skips the step. group: all ranks.
-    One overflow on one rank makes the sum non-finite on all of them.
+    whether this rank asks to end the run. num_tokens: in the global batch; 0 skips the step. group: all ranks.
     """
-    mine = [loss, squared_norm, float(stop_requested)]
-    vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
+    vector = torch.tensor([loss, squared_norm, stop_requested], dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group)
     total, square, stops = vector.tolist()
     is_finite = math.isfinite(total) and math.isfinite(square)
-    # A smaller scale cannot fix a loss that is not finite.
-    overflowed = scaler is not None and not is_finite and math.isfinite(total)
-    if scaler is not None and num_tokens > 0 and math.isfinite(total):
-        scaler.update(overflowed)
-    return Decision(
+    decision = Decision(
         loss=total if num_tokens else None,
         num_tokens=num_tokens,
         grad_norm=math.sqrt(square) if is_finite else math.nan,
         update_successful=is_finite and num_tokens > 0,
         is_finite=is_finite,
-        overflowed=overflowed,
+        overflowed=scaler is not None and math.isfinite(total) and not is_finite,
         stop_requested=stops > 0,
     )
+    if scaler is not None and num_tokens > 0 and math.isfinite(total):
+        scaler.update(decision.overflowed)  # a smaller scale cannot mend a loss that is not finite
+    return decision

@@ -1,10 +1,7 @@
 """Activation recomputation: keep the input of a block only, and compute the block once more in backward.
 
-Chen et al. 2016, arXiv 1604.06174. Memory for activations falls from all tensors of all blocks to one per block, for
-one more forward.
+Chen et al. 2016, arXiv 1604.06174: one tensor per block is saved instead of all of them, for one more forward.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +11,8 @@ from torch.autograd import Function
 class Recompute(Function):
     """`Recompute.apply(run, arguments, hidden, anchor)` returns `run(hidden, *arguments)`, and saves only `hidden`.
 
-    The backward inside of this one gives the parameters their gradients. anchor: any tensor that requires a gradient,
-    so that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
+    Backward runs it again, and a backward inside of this one gives the parameters their gradients. anchor: any tensor
+    that requires a gradient, so that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
     """
 
     @staticmethod
@@ -38,7 +35,7 @@ def recompute_block(block: nn.Module) -> None:
 
     Dropout needs nothing: its masks are functions of addresses among the block's arguments, not of a generator's state.
     """
-    run: Callable[..., Tensor] = block.forward
+    run = block.forward
 
     def forward(hidden: Tensor, *arguments) -> Tensor:
         if not torch.is_grad_enabled():

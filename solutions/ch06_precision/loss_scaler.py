@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the solution, as it stands in minidist.precision.simple.
+"""Dynamic loss scaling: the solution, as it stands in minidist.simple.mixed_precision.
 
 Backward is linear: the gradients of s times the loss are s times the gradients. So values below the smallest fp16
 number, 6e-8, are moved up into fp16's range, and are divided by s in float32 afterwards. The best scale is the
@@ -25,6 +25,7 @@ Usual wrong answers:
 * torch's GradScaler
 * doubles a Python number without limit, past the largest float32
 * halves with an integer division, which ends at 0
+* doubles after 2,000 good steps, whatever the configuration
 * the state holds the scaler's own list, which later steps change
 * records the scale after the overflow instead of the one that overflowed
 * exhausted only when one step more than `max_overflows` overflowed
@@ -33,51 +34,48 @@ Usual wrong answers:
 * loses the overflows at a restart
 * begins with the initial scale again after a restart
 * its state changes when the scaler goes on
-* doubles after 2,000 good steps, whatever the configuration
 * does nothing after a step
 """
-
-from typing import Any
 
 from minidist.config import PrecisionConfig
 
 
 class LossScaler:
-    """The dynamic loss scale, for gradients that would underflow in fp16 (arXiv 1710.03740, section 3.2).
+    """The loss scale: a power of two, as large as possible without overflow, so scaling is exact.
 
-    config: `initial_scale` is a power of two, so scaling is exact; `growth_interval` and `max_overflows` count steps.
-    scale: the factor of this step's loss. overflowed: the scales of the latest consecutive steps that overflowed,
-    oldest first; empty if the last step did not overflow. exhausted: whether these are `max_overflows` steps or more.
+    scale: multiply the loss by it before backward, and divide the summed gradients by it. overflowed: the scales of the
+    latest consecutive steps that overflowed, oldest first.
     """
 
     def __init__(self, config: PrecisionConfig):
-        self.scale, self.overflowed, self._good_steps = float(config.initial_scale), [], 0
-        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
+        self.scale = float(config.initial_scale)
+        self.growth_interval, self.max_overflows = config.growth_interval, config.max_overflows
+        self.good_steps = 0
+        self.overflowed: list[float] = []
 
     @property
     def exhausted(self) -> bool:
         """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
-        return len(self.overflowed) >= self._max_overflows
+        return len(self.overflowed) >= self.max_overflows
 
     def update(self, overflow: bool) -> None:
-        """Halve the scale after an overflow; double it after `growth_interval` consecutive successful steps.
-
-        Every change restarts the count of steps. At 2**127 the scale is not doubled, as fp32 has no 2**128, but the
-        count restarts. overflow: whether a gradient on any rank was non-finite.
-        """
+        """Halve the scale after an overflow; double it after `growth_interval` consecutive steps without one."""
         if overflow:
             self.overflowed.append(self.scale)
-            self.scale, self._good_steps = self.scale / 2, 0
-        else:
-            self.overflowed, self._good_steps = [], self._good_steps + 1
-        if self._good_steps == self._interval:
-            self.scale, self._good_steps = min(self.scale * 2, 2.0**127), 0
+            self.scale /= 2
+            self.good_steps = 0
+            return
+        self.overflowed = []
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps = 0
+            self.scale = min(self.scale * 2, 2.0**127)  # the largest power of two in float32
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {"scale": float, "good_steps": int, "overflowed": list}, which determine all later steps."""
-        return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
+    def state_dict(self) -> dict:
+        """Return all that later steps depend on, as a JSON object."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "overflowed": list(self.overflowed)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict()` returned; it may have been written to JSON and read again."""
-        self.scale, self._good_steps = state["scale"], state["good_steps"]
+    def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
+        self.scale, self.good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])

@@ -1,78 +1,78 @@
-"""Activation recomputation of a block: the solution, as it stands in minidist.precision.simple.
+"""Activation recomputation of a block: the solution, as it stands in minidist.simple.recompute.
 
 The tensors that autograd saves for a layer are many times as large as its input, and all of them can be recomputed
 from the input. So only the input is kept, and the price is one more forward, a third more arithmetic per step. Each
-call keeps its own arguments: with several micro-batches in flight, each must be recomputed from its own input.
+call keeps its own input in its own ctx: with several micro-batches in flight, each must be recomputed from its own.
 
-The second run must be identical to the first: same input, same dropout mask. Here the random state of forward is set
-again, and the current one restored afterwards; otherwise the gradients would belong to a network that no forward has
-computed, and the loss would fall all the same. If a layer communicates, the recomputation communicates again, so all
-ranks must recompute in the same order, and once per call, not once per saved tensor.
+The second run must be identical to the first: same input, same dropout mask. Here a mask is a function of an address
+among the block's arguments, so nothing has to be restored; torch's own checkpoint restores the states of its random
+number generators. If a layer communicates, the recomputation communicates again, so all ranks must recompute in the
+same order, and once per call. The backward inside of backward is what torch calls reentrant: it adds to the .grad of
+every weight, whatever the outer backward was asked for, so torch.autograd.grad does not work through it. torch's
+newer version replaces the saved tensors by hooks instead, and has no such limit.
 
 Usual wrong answers:
-* recomputes for every tensor that backward needs
-* every backward recomputes from the arguments of the last call
-* the detached arguments require no gradient, so the second run saves other tensors
 * the package's own
 * ones, whatever the input
-* copies the saved tensors in forward, so that backward finds them
-* runs a block without a graph if its first argument requires no gradient
-* the second run builds no graph, because gradients are disabled in backward, so nothing is saved
-* keeps the recomputed tensors with their graph, which keeps them in turn
-* packs a number, but also keeps the tensor
+* passes the tuple of arguments as one argument if there is none
+* returns the incoming gradient instead of that of the input
+* the second run builds no graph, because gradients are disabled in backward
+* builds the graph in forward and keeps it, so nothing is recomputed and nothing saved
+* goes backward from the sum of the output, whatever gradient comes in
+* returns no gradient for the input, so blocks before this one learn nothing
+* the second run continues the graph of the first, and goes backward through the blocks before it as well
+* keeps the input in the block, so that every backward recomputes from that of the last call
 * right values, but saves as much as without recomputation
-* keeps the recomputed tensors until the graph is gone
-* numbers the recomputed tensors from the last one
-* recomputes for every tensor, and sends every message as often
-* all calls share one counter and one dictionary
+* keeps the graph of the second run while it goes backward through it
+* recomputes once for each of input and weights, and sends every message as often
+* has no gradient for the weights if the input requires none
 * torch's own checkpoint, wrapped so that no line of the answer calls it
-* leaves torch's random state as the second run left it
-* the second run draws other random numbers
-* keeps the random state of the moment at which the block was wrapped
+* runs the block without a graph if its input requires no gradient
 * torch's own checkpoint
-* recomputes only if no recomputed tensor is left
 * recomputes already in forward
-* recomputes once, and has nothing left for a second backward
-* gives both runs the same seed, which changes the numbers of forward
+* drops the input after the first backward
 * runs twice under no_grad as well
+* goes backward through the second run twice, once for the input and once for the weights
 * zeros, with an empty graph
 """
 
-from collections.abc import Callable
-from itertools import count
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.random import fork_rng
+from torch import Tensor, nn
+from torch.autograd import Function
 
 
-def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that autograd saves only its arguments, and backward recomputes all other saved tensors.
+class Recompute(Function):
+    """`Recompute.apply(run, arguments, hidden, anchor)` returns `run(hidden, *arguments)`, and saves only `hidden`.
 
-    run: takes tensors and other arguments by position, and returns tensors. Returns a function with the same arguments
-    and results. Backward calls `run` once more, from the CPU random state that forward began with, and leaves the
-    current random state unchanged. Under `no_grad` the function only calls `run`.
+    Backward runs it again, and a backward inside of this one gives the parameters their gradients. anchor: any tensor
+    that requires a gradient, so that autograd calls backward also if `hidden` does not, as behind a frozen embedding.
     """
 
-    def call(*args):
+    @staticmethod
+    def forward(ctx, run, arguments, hidden, anchor):
+        ctx.run, ctx.arguments = run, arguments
+        ctx.save_for_backward(hidden)
+        return run(hidden, *arguments)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(hidden, *ctx.arguments)
+        out.backward(grad)
+        return None, None, hidden.grad, None
+
+
+def recompute_block(block: nn.Module) -> None:
+    """Let a block recompute its activations in backward, in place.
+
+    Dropout needs nothing: its masks are functions of addresses among the block's arguments, not of a generator's state.
+    """
+    run = block.forward
+
+    def forward(hidden: Tensor, *arguments) -> Tensor:
         if not torch.is_grad_enabled():
-            return run(*args)
-        state, indices, saved = torch.get_rng_state(), count(), {}  # saved: recomputed tensors by index
+            return run(hidden, *arguments)
+        return Recompute.apply(run, arguments, hidden, torch.empty(0, requires_grad=True))
 
-        def unpack(index: int) -> Tensor:
-            if index not in saved:  # the first tensor that backward needs, or a second backward
-                found: list[Tensor] = []
-                inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
-                with fork_rng(devices=[]), torch.enable_grad():
-                    torch.set_rng_state(state)
-                    with saved_tensors_hooks(lambda x: found.append(x.detach()), found.pop):
-                        run(*inputs)
-                saved.update(enumerate(found))
-            return saved.pop(index)  # freed once the operation that needs it has done its backward
-
-        with saved_tensors_hooks(lambda _: next(indices), unpack):
-            return run(*args)
-
-    return call
+    block.forward = forward

@@ -402,7 +402,7 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
     schedule, fault = config.parallel.schedule, config.fault
     on_virtual_clock = ""
     if mode.mode in ("central", "asynchronous", "stale"):
-        on_virtual_clock = " (its servers run on a virtual clock: minidist.tools.consistency.virtual_run)"
+        on_virtual_clock = " (its servers run on the virtual clock of tools/consistency/virtual_run.py)"
     set_dtypes = [
         f"--precision.{name.replace('_', '-')}"
         for name in ("compute", "parameter", "grad_accum", "reduce", "master")

@@ -397,6 +397,9 @@ def _simple_restrictions(config: Config) -> _Restrictions:
     """Return what `minidist/simple` leaves out."""
     precision, zero, mode, optim = config.precision, config.zero, config.consistency, config.optim
     schedule, fault = config.parallel.schedule, config.fault
+    on_virtual_clock = ""
+    if mode.mode in ("central", "asynchronous", "stale"):
+        on_virtual_clock = " (its servers run on the virtual clock of tools/consistency/virtual_run.py)"
     set_dtypes = [
         f"--precision.{name.replace('_', '-')}"
         for name in ("compute", "parameter", "grad_accum", "reduce", "master")
@@ -426,7 +429,7 @@ def _simple_restrictions(config: Config) -> _Restrictions:
         (not zero.offload, "zero.offload true", "--zero.no-offload"),
         (
             mode.mode in ("synchronous", "local", "diloco"),
-            f"consistency.mode {mode.mode}",
+            f"consistency.mode {mode.mode}{on_virtual_clock}",
             "--consistency.mode synchronous, local or diloco",
         ),
         (mode.exchange == "full", f"consistency.exchange {mode.exchange}", "--consistency.exchange full"),

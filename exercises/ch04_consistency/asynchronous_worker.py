@@ -21,12 +21,12 @@ You may call:
 
 Check it with: python -m exercises check asynchronous_worker
 
-Stub d7516039.
+Stub bed6418b.
 """
 
-from minidist.consistency.simple import ComputeGradient, Pull, Push, Worker
+from minidist.simple.consistency import ComputeGradient, Pull, Push, Worker
 
 
 def asynchronous_worker(compute_gradient: ComputeGradient, num_steps: int) -> Worker:
-    """Yield, `num_steps` times, a Pull and then a Push of a gradient; the caller sends in the `Server`'s answers."""
+    """Yield, `num_steps` times, a Pull and then the Push of a gradient at the pulled parameters."""
     raise NotImplementedError("pull, compute and push, num_steps times")

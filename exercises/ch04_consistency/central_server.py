@@ -22,14 +22,14 @@ You may call:
 
 Check it with: python -m exercises check central_server
 
-Stub e4f34370.
+Stub 32783984.
 """
 
 import torch
 from torch import Tensor
 
 from minidist.comm import Group, P2POp, batch_send_recv, recv, send
-from minidist.consistency.simple import Update
+from minidist.simple.consistency import Update
 
 
 def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group) -> None:
@@ -46,7 +46,7 @@ def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Gr
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
-    gradient: this rank's, times its weight w_i. update: called on the server only, which alone needs optimizer states.
+    gradient: this rank's, times its weight w_i. update: called on the server, the only rank with optimizer states.
     `parameters` is overwritten on all ranks.
     """
     raise NotImplementedError("gradients to the server, update there, parameters to all ranks")

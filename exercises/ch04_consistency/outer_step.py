@@ -21,25 +21,25 @@ You may call:
 
 Check it with: python -m exercises check outer_step
 
-Stub cb11f9d1.
+Stub dffc240d.
 """
 
 import torch
 from torch import Tensor
 
 from minidist.comm import Group
-from minidist.consistency.simple import merge_replicas
+from minidist.simple.consistency import merge_replicas
 
 
 class OuterStep:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged difference of H inner steps.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged change of H inner steps.
 
-    parameters: the initial ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
+    parameters: the first ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
     """
 
     def __init__(self, parameters: Tensor, lr: float = 0.7, momentum: float = 0.9):
         raise NotImplementedError("note the parameters, a velocity of zeros, and the two numbers")
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite `parameters` after inner steps with the outer step's. weight: see `merge_replicas`."""
+        """Collective: overwrite the `parameters` after the inner steps with the result of the outer step."""
         raise NotImplementedError("merge the differences, and make a Nesterov step with the mean")

@@ -27,14 +27,14 @@ You may call:
 
 Check it with: python -m exercises check stable_rate
 
-Stub 6949c857.
+Stub 9e6512e5.
 """
 
 import math
 
 import torch
 
-from minidist.consistency.simple import Server, asynchronous_worker
+from minidist.simple.consistency import Server, asynchronous_worker
 from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
 
 

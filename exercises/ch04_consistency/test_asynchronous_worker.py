@@ -6,7 +6,7 @@ import torch
 
 from exercises.conditions import FLOATS, Declaration, Tensors, check_conditions
 from exercises.testing import Wrong, expect, show, test
-from minidist.consistency.simple import Pull, Push
+from minidist.simple.consistency import Pull, Push
 
 
 class Gradients:

@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 
 from exercises.testing import Wrong, expect, learner_globals, show, test
-from minidist.consistency.simple import Push, Server
+from minidist.simple.consistency import Push, Server
 
 
 def largest_root(rate, delay):

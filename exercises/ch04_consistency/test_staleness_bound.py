@@ -5,7 +5,7 @@ import random
 import torch
 
 from exercises.testing import Wrong, expect, show, test
-from minidist.consistency.simple import Pull, Push, asynchronous_worker
+from minidist.simple.consistency import Pull, Push, asynchronous_worker
 from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
 
 UNEVEN = Durations(compute_s=[1.0, 0.1, 0.5, 2.0], transfer_s=[0.2, 5.0, 0.01, 0.3], spread=0.9, seed=3)

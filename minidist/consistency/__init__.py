@@ -1,11 +1,12 @@
 """Consistency: training whose replicas do not hold equal parameters in every step.
 
-Public: the functions and classes of `simple` and the classes of the other modules. Read in this order:
+Public: the classes of all modules. Read in this order:
 
-simple        a central server, asynchronous workers with bounded staleness, local steps and DiLoCo's outer step
-central       the central server as a gradient reducer of the trainer
+central       a central server as a gradient reducer of the trainer
+server        the parameter server of asynchronous training, with a staleness bound
 asynchronous  workers and server on live ranks, without a barrier
 merge         local SGD, DiLoCo and gossip for replicas of any layout
 
-`minidist.tools.consistency` runs the workers of `simple` on a virtual clock.
+The simple version of all of them is `minidist.simple.consistency`, whose workers `minidist.tools.consistency` runs on a
+virtual clock.
 """

@@ -1,6 +1,6 @@
 """Asynchronous workers inside the trainer: every rank pulls parameters, computes its gradient and pushes it.
 
-One rank is the server of `simple.Server`: it alone has masters and optimizer states, and updates them after every push.
+One rank is the server: it alone has a `Server`, masters and optimizer states, and updates them after every push.
 It is a worker as well. For each other worker it has a thread, which receives that worker's gradients and sends it
 parameters: so the server answers while its rank computes, and waits for one worker without delaying another. There is
 one server, not one per shard, so that a gradient belongs to one version of all parameters.
@@ -25,7 +25,7 @@ from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
 from minidist.comm.status import LaunchesOnly
 from minidist.config import Config
 from minidist.consistency.merge import Result
-from minidist.consistency.simple import Pull, Push, Server
+from minidist.consistency.server import Pull, Push, Server
 from minidist.errors import UserError
 from minidist.parallel.data.simple import NaiveReducer
 from minidist.parameters import ParamSpecs

@@ -1,6 +1,6 @@
 """A central server inside the trainer: one rank sums the gradients, updates, and sends the parameters to all ranks.
 
-The server alone has masters and optimizer states. The simple version is `simple.central_step`.
+The server alone has masters and optimizer states. The simple version is `minidist.simple.consistency.central_step`.
 """
 
 from collections.abc import Mapping

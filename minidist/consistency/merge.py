@@ -2,7 +2,7 @@
 
 A replica trains by itself with all of its ranks: its gradients, loss, clipping norm and skipped steps are its own.
 Every h steps each rank merges its elements of the masters with the ranks at the same place in the other replicas
-(process group "outer"). The simple version is `simple.merge_replicas` and `simple.OuterStep`.
+(process group "outer"). The simple version is `minidist.simple.consistency.ReplicaMerger`.
 """
 
 import itertools

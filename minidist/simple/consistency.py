@@ -71,7 +71,7 @@ class Server:
     None: any number. Pull number c of a worker, from 0, sees all pushes before number c - bound of every worker, and
     none from number c + bound on. With bound 0 these are exactly the pushes before c: synchronous training, for SGD.
 
-    staleness: for each update, the number of other updates since its worker pulled the parameters.
+    staleness: for each update, the number of other updates since its worker's pull was answered.
     """
 
     def __init__(self, parameters: Tensor, update: Update, num_workers: int, bound: int | None = None):
@@ -100,10 +100,9 @@ class Server:
         """Whether the bound allows an answer now."""
         if self.bound is None:
             return True
-        if isinstance(request, Pull):
-            return self.num_pushes[worker] - min(self.num_pushes.values()) <= self.bound
-        # A worker that has yet to pull must not see an update from too far in its future.
-        return self.num_pushes[worker] + 1 - min(self.num_pulls.values()) <= self.bound
+        if isinstance(request, Push):  # a worker that has yet to pull must not see too far into its future
+            return self.num_pushes[worker] + 1 - min(self.num_pulls.values()) <= self.bound
+        return self.num_pushes[worker] - min(self.num_pushes.values()) <= self.bound
 
     def answer(self, worker: int, request: Pull | Push) -> Tensor | None:
         """Carry out a request and return its answer."""
@@ -123,14 +122,14 @@ def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
     The weight may be the number of tokens that a replica has trained on. A replica of weight 0 does not count, even if
     its values are not finite. Raises ValueError on all ranks if the weights sum to 0.
     """
-    total = torch.tensor([weight], dtype=torch.float64, device=group.world.control_device)
-    all_reduce(total, group)
-    if total.item() == 0:
+    total_weight = torch.tensor([weight], dtype=torch.float64, device=group.world.control_device)
+    all_reduce(total_weight, group)
+    if total_weight.item() == 0:
         raise ValueError("the weights of all replicas sum to 0: give one of them a weight above 0")
     # Divided before the sum: a sum of w_i * theta_i would overflow in float16 if w_i counts tokens.
-    mean = parameters * (weight / total.item()) if weight else torch.zeros_like(parameters)
-    all_reduce(mean, group)
-    parameters.copy_(mean)
+    average = parameters * (weight / total_weight.item()) if weight else torch.zeros_like(parameters)
+    all_reduce(average, group)
+    parameters.copy_(average)
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
@@ -166,8 +165,10 @@ class ReplicaMerger:
     embedding, then add the same numbers in the same order, and stay equal bit by bit.
 
     config: mode is "local" or "diloco". masters: this rank's, by name. group: the ranks at the same place in each
-    replica, which have the same elements. num_tokens: (1,), trained on since the last merge: the weight of the replica.
-    num_different_models: the number of replicas, or 1 right after a merge.
+    replica, which have the same elements. num_steps: of the run.
+
+    num_tokens: (1,), trained on since the last merge: the weight of the replica. A checkpoint overwrites it in place.
+    num_different_models: the number of replicas, or 1 at the start and after a step in which a merge was due.
     """
 
     def __init__(self, config: ConsistencyConfig, masters: Mapping[str, Tensor], group: Group, num_steps: int):
@@ -176,16 +177,15 @@ class ReplicaMerger:
         self.num_different_models = 1
         self.outer: dict[str, OuterStep] = {}
         if config.mode == "diloco":
-            self.outer = {
-                name: OuterStep(master.detach(), config.outer_lr, config.outer_momentum)
-                for name, master in masters.items()
-            }
+            for name, master in masters.items():
+                self.outer[name] = OuterStep(master.detach(), config.outer_lr, config.outer_momentum)
 
     @torch.no_grad()
     def after_step(self, step: int, num_tokens: float) -> bool:
         """Collective over the replicas if a merge is due: merge the masters; return whether that has been done.
 
-        step: the number of the step, from 0. num_tokens: that this replica has trained on in the step.
+        step: the number of the step, from 0. num_tokens: that this replica has trained on in the step. If no replica
+        has any since the last merge, nothing changes.
         """
         self.num_tokens += num_tokens
         is_due = (step + 1) % self.h == 0 or step + 1 == self.num_steps

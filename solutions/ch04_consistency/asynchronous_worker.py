@@ -1,4 +1,4 @@
-"""An asynchronous worker: the solution, as it stands in minidist.consistency.simple.
+"""An asynchronous worker: the solution, as it stands in minidist.simple.consistency.
 
 The worker never waits for another worker, only for the server's answers. Between its pull and its push the server
 applies the gradients of others, so its gradient belongs to parameters that are no longer there: it is stale. How
@@ -30,11 +30,11 @@ Usual wrong answers:
 * does not push a gradient that is zero: the server does not count this step
 """
 
-from minidist.consistency.simple import ComputeGradient, Pull, Push, Worker
+from minidist.simple.consistency import ComputeGradient, Pull, Push, Worker
 
 
 def asynchronous_worker(compute_gradient: ComputeGradient, num_steps: int) -> Worker:
-    """Yield, `num_steps` times, a Pull and then a Push of a gradient; the caller sends in the `Server`'s answers."""
+    """Yield, `num_steps` times, a Pull and then the Push of a gradient at the pulled parameters."""
     for step in range(num_steps):
         parameters = yield Pull()
         yield Push(compute_gradient(parameters, step))

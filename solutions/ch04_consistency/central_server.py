@@ -1,5 +1,5 @@
 """A central server, and a server per shard: the solution, as it stands in minidist.tools.consistency.sharded and
-minidist.consistency.simple.
+minidist.simple.consistency.
 
 A server's link carries the gradients of all workers and the parameters for all of them: n - 1 times as many bytes as
 a worker's link. The time of a step grows with the number of ranks. With a shard per rank every link carries (n - 1) /
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, P2POp, batch_send_recv, recv, send
-from minidist.consistency.simple import Update
+from minidist.simple.consistency import Update
 
 
 def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group) -> None:
@@ -60,18 +60,18 @@ def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Gr
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
-    gradient: this rank's, times its weight w_i. update: called on the server only, which alone needs optimizer states.
+    gradient: this rank's, times its weight w_i. update: called on the server, the only rank with optimizer states.
     `parameters` is overwritten on all ranks.
     """
     if group.rank != server:
         send(gradient, server, group)
         recv(parameters, server, group)
         return
-    others = [rank for rank in range(group.size) if rank != server]
-    total, arriving = gradient.clone(), torch.empty_like(gradient)
-    for rank in others:
-        recv(arriving, rank, group)
-        total += arriving
+    workers = [rank for rank in range(group.size) if rank != server]
+    total, received = gradient.clone(), torch.empty_like(gradient)
+    for rank in workers:
+        recv(received, rank, group)
+        total += received
     update(parameters, total)
-    for rank in others:
+    for rank in workers:
         send(parameters, rank, group)

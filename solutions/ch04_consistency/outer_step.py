@@ -1,4 +1,4 @@
-"""The outer step of DiLoCo: the solution, as it stands in minidist.consistency.simple.
+"""The outer step of DiLoCo: the solution, as it stands in minidist.simple.consistency.
 
 The mean of the replicas is start - g, so lr 1 without momentum is local SGD. The momentum adds up what successive
 rounds have in common, as it does for the gradients of single steps, while the part of g in which the rounds disagree
@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group
-from minidist.consistency.simple import merge_replicas
+from minidist.simple.consistency import merge_replicas
 
 
 class OuterStep:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged difference of H inner steps.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the averaged change of H inner steps.
 
-    parameters: the initial ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
+    parameters: the first ones, equal on all ranks. lr, momentum: of the outer step; 1 and 0 give local SGD.
     """
 
     def __init__(self, parameters: Tensor, lr: float = 0.7, momentum: float = 0.9):
@@ -49,7 +49,7 @@ class OuterStep:
         self.lr, self.momentum = lr, momentum
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Collective: overwrite `parameters` after inner steps with the outer step's. weight: see `merge_replicas`."""
+        """Collective: overwrite the `parameters` after the inner steps with the result of the outer step."""
         outer_gradient = self.start - parameters
         merge_replicas(outer_gradient, weight, group)
         self.velocity.mul_(self.momentum).add_(outer_gradient)

@@ -40,7 +40,7 @@ import math
 
 import torch
 
-from minidist.consistency.simple import Server, asynchronous_worker
+from minidist.simple.consistency import Server, asynchronous_worker
 from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
 
 

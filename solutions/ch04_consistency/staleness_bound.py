@@ -1,4 +1,4 @@
-"""A server with a staleness bound: the solution, as it stands in minidist.consistency.simple.
+"""A server with a staleness bound: the solution, as it stands in minidist.simple.consistency.
 
 Without a bound a slow worker may push a gradient of parameters that are arbitrarily old. With a bound s its gradient
 misses at most the last s clocks of the others, and the fast workers wait only when they are s clocks ahead (SSP, Ho
@@ -35,49 +35,56 @@ Usual wrong answers:
 
 from torch import Tensor
 
-from minidist.consistency.simple import Pull, Push, Update
+from minidist.simple.consistency import Pull, Push, Update
 
 
 class Server:
-    """A parameter server for workers of different speeds. Its caller transports requests and answers.
+    """A parameter server for workers of different speeds. Its caller carries requests and answers.
 
-    update: applies one gradient to the parameters. bound: how many clocks (pushes) a worker may be ahead of the slowest
-    one; None: any number. Pull number c, from 0, sees every worker's pushes before number c - bound and none from
-    number c + bound on. With bound 0 these are exactly the pushes before c: with plain SGD, synchronous training.
+    update: applies one gradient to the parameters. bound: how many pushes a worker may be ahead of the slowest one;
+    None: any number. Pull number c of a worker, from 0, sees all pushes before number c - bound of every worker, and
+    none from number c + bound on. With bound 0 these are exactly the pushes before c: synchronous training, for SGD.
+
     staleness: for each update, the number of other updates since its worker's pull was answered.
     """
 
     def __init__(self, parameters: Tensor, update: Update, num_workers: int, bound: int | None = None):
-        self.parameters, self.bound, self.staleness, self._update = parameters, bound, list[int](), update
-        self._pulls, self._pushes = dict.fromkeys(range(num_workers), 0), dict.fromkeys(range(num_workers), 0)
-        self._pulled_at: dict[int, int] = {}  # how many updates there were at the worker's last pull
-        self._waiting: dict[int, Pull | Push] = {}  # in the order of arrival
+        self.parameters, self.update, self.bound = parameters, update, bound
+        self.num_pulls = dict.fromkeys(range(num_workers), 0)
+        self.num_pushes = dict.fromkeys(range(num_workers), 0)
+        self.pulled_after: dict[int, int] = {}  # number of updates at each worker's last pull
+        self.waiting: dict[int, Pull | Push] = {}  # in the order of arrival
+        self.staleness: list[int] = []
 
     def handle(self, worker: int, request: Pull | Push | None) -> list[tuple[int, Tensor | None]]:
-        """Accept a worker's request (None: the worker leaves); return all answers now due, as (worker, answer).
+        """Accept a worker's request, None if it leaves; return all answers that are due now, as (worker, answer).
 
-        A request that would exceed `bound` is answered by a later call, when other workers have caught up or left.
+        A request that would exceed the bound is answered by a later call, when other workers have caught up or left.
         """
-        self._waiting[worker] = request
         if request is None:
-            del self._waiting[worker], self._pulls[worker], self._pushes[worker]
+            del self.num_pulls[worker], self.num_pushes[worker]
+        else:
+            self.waiting[worker] = request
         answers = []
-        while due := [each for each in self._waiting if self._is_due(each, self._waiting[each])]:
-            answers.append((due[0], self._answer(due[0], self._waiting.pop(due[0]))))
+        while due := [each for each, waiting in self.waiting.items() if self.is_due(each, waiting)]:
+            answers.append((due[0], self.answer(due[0], self.waiting.pop(due[0]))))
         return answers
 
-    def _is_due(self, worker: int, request: Pull | Push) -> bool:
-        ahead = self._pushes[worker] - min(self._pushes.values())
+    def is_due(self, worker: int, request: Pull | Push) -> bool:
+        """Whether the bound allows an answer now."""
+        if self.bound is None:
+            return True
         if isinstance(request, Push):  # a worker that has yet to pull must not see too far into its future
-            ahead = self._pushes[worker] + 1 - min(self._pulls.values())
-        return self.bound is None or ahead <= self.bound
+            return self.num_pushes[worker] + 1 - min(self.num_pulls.values()) <= self.bound
+        return self.num_pushes[worker] - min(self.num_pushes.values()) <= self.bound
 
-    def _answer(self, worker: int, request: Pull | Push) -> Tensor | None:
+    def answer(self, worker: int, request: Pull | Push) -> Tensor | None:
+        """Carry out a request and return its answer."""
         if isinstance(request, Pull):
-            self._pulls[worker] += 1
-            self._pulled_at[worker] = len(self.staleness)
+            self.num_pulls[worker] += 1
+            self.pulled_after[worker] = len(self.staleness)
             return self.parameters.clone()
-        self._pushes[worker] += 1
-        self._update(self.parameters, request.gradient)
-        self.staleness.append(len(self.staleness) - self._pulled_at[worker])
+        self.num_pushes[worker] += 1
+        self.update(self.parameters, request.gradient)
+        self.staleness.append(len(self.staleness) - self.pulled_after[worker])
         return None

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from minidist.comm import GroupSpec, Meter, bind
-from minidist.consistency.simple import Server, asynchronous_worker, local_round
 from minidist.errors import UserError
 from minidist.mesh import Mesh
+from minidist.simple.consistency import Server, asynchronous_worker, local_round
 from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING, Durations, run_on_virtual_clock
 from minidist.tools.consistency.drift import local_fixed_point, rms_distance_from_mean
 from minidist.tools.consistency.pictures import plot_replica_paths, plot_staleness

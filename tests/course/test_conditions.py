@@ -5,7 +5,7 @@ import pytest
 from exercises import report
 from exercises.catalogue import Catalogue
 
-MERGE = Catalogue()["weighted_merge"]
+LOCAL_SGD = Catalogue()["local_sgd"]
 HEAD = """
 import os
 import random
@@ -17,6 +17,20 @@ import torch.distributed as dist
 from minidist.comm import Group, all_reduce
 
 CACHE = {}
+
+
+def local_round(parameters, local_step, steps, weight, group):
+    for step in steps:
+        local_step(parameters, step)
+    merge_replicas(parameters, weight, group)
+
+
+def rms_distance_from_mean(parameters, group):
+    mean = parameters / group.size
+    all_reduce(mean, group)
+    squares = (parameters - mean).double().square().sum()
+    all_reduce(squares, group)
+    return float((squares / group.size).sqrt())
 
 
 def merge_replicas(parameters, weight, group):
@@ -49,7 +63,10 @@ SIDE_EFFECTS = {
     "a module-level dictionary": (answer_with('CACHE["calls"] = 1'), "keeps data in `CACHE` between calls"),
     "an attribute": (answer_with("merge_replicas.last = weight"), "keeps data in `merge_replicas.last` between calls"),
     "a default argument": (
-        RIGHT.replace("weight, group)", "weight, group, seen=[])", 1) + "    seen.append(weight)\n",
+        RIGHT.replace(
+            "def merge_replicas(parameters, weight, group", "def merge_replicas(parameters, weight, group, seen=[]"
+        )
+        + "    seen.append(weight)\n",
         "keeps data in `the default arguments of merge_replicas` between calls",
     ),
     "the default dtype": (answer_with("torch.set_default_dtype(torch.float64)"), "changes torch's default dtype"),
@@ -74,21 +91,21 @@ SIDE_EFFECTS = {
 @pytest.mark.parametrize("name", SIDE_EFFECTS)
 def test_side_effects_are_named(check_answer, name):
     text, told = SIDE_EFFECTS[name]
-    verdict = check_answer(MERGE, text, only=["sends_the_parameters_once", "weighted_mean_of_all_replicas"])
+    verdict = check_answer(LOCAL_SGD, text, only=["sends_the_parameters_once", "weighted_mean_of_all_replicas"])
     assert verdict.reported is not None
     message = " ".join(report.format_finding(verdict.reported.finding))
     assert told in message, message
 
 
 def test_an_answer_without_side_effects_passes_every_test(check_answer):
-    assert check_answer(MERGE, RIGHT).passed
+    assert check_answer(LOCAL_SGD, RIGHT).passed
 
 
 def test_the_hash_of_a_text_differs_between_ranks_as_between_interpreters(check_answer):
     text = answer_with('if hash("seed") % 1000 != hash("seed") % 1000: raise ValueError')
-    assert check_answer(MERGE, text, only=["weighted_mean_of_all_replicas"]).passed  # equal on one rank
+    assert check_answer(LOCAL_SGD, text, only=["weighted_mean_of_all_replicas"]).passed  # equal on one rank
     text = answer_with('weight = weight + hash("seed") % 1000')
-    finding = check_answer(MERGE, text, only=["weighted_mean_of_all_replicas"]).reported.finding
+    finding = check_answer(LOCAL_SGD, text, only=["weighted_mean_of_all_replicas"]).reported.finding
     assert finding.what.startswith("the parameters")
 
 
@@ -134,7 +151,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_conditions_catch_what_other_tests_let_pass(check_answer, name):
     text, told = WRONG[name]
-    verdict = check_answer(MERGE, text, only=["holds_under_every_condition"])
+    verdict = check_answer(LOCAL_SGD, text, only=["holds_under_every_condition"])
     assert verdict.reported is not None
     message = " ".join(report.format_finding(verdict.reported.finding))
     assert told in message, message

@@ -39,7 +39,7 @@ MESSAGES = {
             "  got       1",
         ],
     ),
-    ("weighted_merge", "wrong_zero_times_nan"): (
+    ("local_sgd", "wrong_zero_times_nan"): (
         "weight_0_does_not_count",
         [
             "the parameters",
@@ -49,7 +49,7 @@ MESSAGES = {
             "  got       [nan, nan, nan, nan, nan]",
         ],
     ),
-    ("local_averaging", "wrong_own_distance"): (
+    ("local_sgd", "wrong_own_distance"): (
         "drift_is_the_distance_from_the_mean",
         [
             "the drift on each rank",
@@ -66,6 +66,16 @@ MESSAGES = {
             "  for       round 1, lr 0.7, momentum 0.9",
             "  expected  -0.867",
             "  got       -0.93",
+        ],
+    ),
+    ("replica_merger", "wrong_one_model_always"): (
+        "counts_between_merges",
+        [
+            "num_different_models at the start and after each step",
+            "  for       h 2, 7 steps, no tokens in steps 2 and 3",
+            "  rank      0 of 2",
+            "  expected  [1, 2, 1, 2, 1, 2, 1, 1]",
+            "  got       [1, 1, 1, 1, 1, 1, 1, 1]",
         ],
     ),
     ("drifting_replicas", "wrong_flattened"): (

@@ -209,6 +209,13 @@ def test_what_the_simple_engine_leaves_out_is_refused_in_one_sentence(tmp_path, 
     assert str(caught.value).endswith(f": give {change}, or --engine fast.")
 
 
+@pytest.mark.parametrize("mode", ["central", "asynchronous", "stale"])
+def test_servers_are_refused_with_the_place_where_they_train(tmp_path, mode):
+    config = small_config(tmp_path / "run", write_text(tmp_path), engine="simple", consistency__mode=mode)
+    with pytest.raises(UserError, match=f"cannot run consistency.mode {mode} .*tools/consistency/virtual_run.py"):
+        validate(config, 2)
+
+
 def flip_a_bit(world, config):
     """Train; before the third step change the lowest bit of one element of rank 1's parameters. Return the summary."""
 

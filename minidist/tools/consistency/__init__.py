@@ -1,6 +1,6 @@
 """Consistency measured, in one process and on a virtual clock.
 
-`clock` runs the workers and the server of `minidist.consistency.simple`, `virtual_run` trains a model with them, and
+`clock` runs the workers and the server of `minidist.simple.consistency`, `virtual_run` trains a model with them, and
 `delay` compares the largest stable learning rate of delayed gradient descent with theory. `sharded` has a server per
 shard, `drift` measures how far replicas are apart, `rounds` times local steps, and `pictures` draws for chapter 04.
 `command` is `minidist consistency`, which measures all modes side by side (`comparison`).

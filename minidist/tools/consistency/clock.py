@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from minidist.consistency.simple import Pull, Push, Server, Worker
 from minidist.hashing import hash64
+from minidist.simple.consistency import Pull, Push, Server, Worker
 from minidist.tools.simulate.failures import Phase
 
 COMPUTING, MESSAGE, WAITING, LINK_BUSY = "computing", "message", "waiting for others", "link is busy"

@@ -14,7 +14,7 @@ import torch
 
 from minidist.comm import Meter, World
 from minidist.config import Config
-from minidist.consistency.simple import Server, asynchronous_worker
+from minidist.simple.consistency import Server, asynchronous_worker
 from minidist.tools.consistency.clock import COMPUTING, MESSAGE, WAITING, Durations, run_on_virtual_clock
 from minidist.tools.consistency.comparison_options import Mode
 from minidist.tools.consistency.drift import rms_distance_from_mean

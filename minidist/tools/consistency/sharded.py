@@ -1,6 +1,6 @@
 """A server per shard: every rank receives the gradients of its own shard of the parameters, updates it, and sends it.
 
-The sums are those of `minidist.consistency.simple.central_step`, but every rank's link carries the same bytes, those of
+The sums are those of `minidist.simple.consistency.central_step`, but every rank's link carries the same bytes, those of
 a reduce-scatter and an all-gather. With the shard's optimizer states this is ZeRO stage 1 (chapter 05).
 """
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, P2POp, batch_send_recv
-from minidist.consistency.simple import Update
+from minidist.simple.consistency import Update
 
 
 def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group) -> None:

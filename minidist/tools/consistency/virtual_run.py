@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist.config import Config, DataConfig, OptimConfig, TrainConfig
-from minidist.consistency.simple import Server, asynchronous_worker
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Batch, Loader, evaluation_loader
 from minidist.learning_rate import learning_rate
@@ -22,6 +21,7 @@ from minidist.models.transformer import Transformer
 from minidist.parameters import named_parameters, replicated_specs
 from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import resolve_policy
+from minidist.simple.consistency import Server, asynchronous_worker
 from minidist.tools.consistency.clock import Durations, Timeline, run_on_virtual_clock
 from minidist.train.optimizer import make_optimizer, set_learning_rate
 

@@ -1,4 +1,6 @@
-"""The simple version of each mode against synchronous training, torch's own averager and numpy."""
+"""Replicas that differ, against synchronous training, torch and numpy; both servers against each other."""
+
+import random
 
 import numpy as np
 import pytest
@@ -6,17 +8,20 @@ import torch
 from torch import nn
 
 from minidist.comm import GroupSpec, bind
-from minidist.consistency.simple import (
+from minidist.config import ConsistencyConfig
+from minidist.consistency import server as fast
+from minidist.mesh import Mesh
+from minidist.simple.consistency import (
     OuterStep,
     Pull,
     Push,
+    ReplicaMerger,
     Server,
     asynchronous_worker,
     central_step,
     local_round,
     merge_replicas,
 )
-from minidist.mesh import Mesh
 from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
 
 SIZE, LR, STEPS = 7, 0.05, 6
@@ -186,6 +191,29 @@ def test_a_server_answers_requests_in_the_order_of_arrival():
     assert [(worker, answer) for worker, answer in server.handle(1, None)][0][0] == 0
 
 
+def serve_in_random_order(server, pull, push, seed):
+    """Let three workers make a hundred requests in a random order; return all answers and the stalenesses."""
+    draw, free, wants, log = random.Random(seed), [0, 1, 2], [pull(), pull(), pull()], []
+    for _ in range(100):
+        if not free:  # every worker waits
+            break
+        worker = free.pop(draw.randrange(len(free)))
+        for other, answer in server.handle(worker, wants[worker]):
+            free.append(other)
+            wants[other] = pull() if answer is None else push(torch.eye(3)[other])
+            log.append((other, answer if answer is None else answer.tolist()))
+    return log, server.staleness
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3, None])
+def test_the_fast_trainers_server_gives_the_same_answers(bound):
+    for seed in range(5):
+        simple = serve_in_random_order(Server(torch.zeros(3), torch.Tensor.add_, 3, bound), Pull, Push, seed)
+        other = fast.Server(torch.zeros(3), torch.Tensor.add_, 3, bound)
+        assert serve_in_random_order(other, fast.Pull, fast.Push, seed) == simple
+        assert len(simple[0]) > 90
+
+
 # -- local steps and DiLoCo -------------------------------------------------------------------------------------------
 
 
@@ -268,3 +296,38 @@ def test_a_replica_of_weight_0_does_not_count(ranks):
 def test_weights_that_sum_to_0_are_refused_on_all_ranks(ranks):
     messages = ranks(merge_with, 2, [0.0, 0.0], [[1.0], [2.0]])
     assert messages == ["the weights of all replicas sum to 0: give one of them a weight above 0"] * 2
+
+
+MERGED = {"two": (2, 3), "one": (4,)}  # names and shapes of a replica's masters
+
+
+def run_merger(world, mode, h, tokens):
+    """Change the masters and call `after_step` for each step; return what it returned, and the masters, each time.
+
+    tokens: of each step, each replica's number of tokens. A replica without tokens does not change.
+    """
+    masters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in MERGED.items()}
+    merger = ReplicaMerger(ConsistencyConfig(mode=mode, h=h, outer_lr=0.5), masters, group_of(world), len(tokens))
+    seen = []
+    for step, counts in enumerate(tokens):
+        for master in masters.values():
+            master.data += (world.rank + 1) * (step + 1) * bool(counts[world.rank])
+        is_merged = merger.after_step(step, counts[world.rank])
+        seen.append((is_merged, merger.num_different_models, merger.num_tokens.item(), masters["one"][0].item()))
+    return seen
+
+
+def test_a_merger_merges_every_h_steps_and_after_the_last_by_the_tokens_since_the_last_merge(ranks):
+    tokens = [(3.0, 1.0), (5.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 3.0)]
+    first, second = ranks(run_merger, 2, "local", 2, tokens)
+    merged = (8 * 3 + 1 * 2) / 9
+    after = merged + (1 * 5 + 3 * 10) / 4
+    assert first == [
+        (False, 2, 3.0, 1.0),
+        (True, 1, 0.0, pytest.approx(merged)),
+        (False, 2, 0.0, pytest.approx(merged)),
+        (False, 1, 0.0, pytest.approx(merged)),  # nobody has trained
+        (True, 1, 0.0, pytest.approx(after)),
+    ]
+    assert [row[:3] for row in second] == [(False, 2, 1.0), *[row[:3] for row in first[1:]]]
+    assert [row[3] for row in second[1:]] == [row[3] for row in first[1:]]

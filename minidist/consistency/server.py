@@ -1,0 +1,76 @@
+"""The parameter server of asynchronous training: which request of which worker is answered when.
+
+`minidist.consistency.asynchronous` carries requests and answers between the ranks. `minidist.simple.consistency` has
+a server with the same interface, and the workers of one process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Pull:
+    """A worker's request for the parameters; the server's answer is a copy of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """A worker's request to apply its gradient; the server's answer is None."""
+
+    gradient: Tensor
+
+
+class Server:
+    """A parameter server for workers of different speeds. Its caller carries requests and answers.
+
+    update: applies one gradient to the parameters, in place. bound: how many pushes a worker may be ahead of the
+    slowest one; None: any number. Pull number c of a worker, from 0, sees all pushes before number c - bound of every
+    worker, and none from number c + bound on. With bound 0 these are exactly the pushes before c: synchronous training,
+    for SGD.
+
+    staleness: for each update, the number of other updates since its worker's pull was answered.
+    """
+
+    def __init__(
+        self,
+        parameters: Tensor,
+        update: Callable[[Tensor, Tensor], None],
+        num_workers: int,
+        bound: int | None = None,
+    ):
+        self.parameters, self.staleness = parameters, list[int]()
+        self._bound, self._update = bound, update
+        self._num_pulls = dict.fromkeys(range(num_workers), 0)
+        self._num_pushes = dict.fromkeys(range(num_workers), 0)
+        self._pulled_after: dict[int, int] = {}  # number of updates at each worker's last pull
+        self._waiting: dict[int, Pull | Push] = {}  # in the order of arrival
+
+    def handle(self, worker: int, request: Pull | Push) -> list[tuple[int, Tensor | None]]:
+        """Accept a worker's request; return all answers that are due now, as (worker, answer).
+
+        A request that would exceed the bound is answered by a later call, when other workers have caught up.
+        """
+        self._waiting[worker] = request
+        answers = []
+        while due := [each for each, waiting in self._waiting.items() if self._is_due(each, waiting)]:
+            answers.append((due[0], self._answer(due[0], self._waiting.pop(due[0]))))
+        return answers
+
+    def _is_due(self, worker: int, request: Pull | Push) -> bool:
+        if self._bound is None:
+            return True
+        if isinstance(request, Pull):
+            return self._num_pushes[worker] - min(self._num_pushes.values()) <= self._bound
+        # A worker that has yet to pull must not see an update from too far in its future.
+        return self._num_pushes[worker] + 1 - min(self._num_pulls.values()) <= self._bound
+
+    def _answer(self, worker: int, request: Pull | Push) -> Tensor | None:
+        if isinstance(request, Pull):
+            self._num_pulls[worker] += 1
+            self._pulled_after[worker] = len(self.staleness)
+            return self.parameters.clone()
+        self._num_pushes[worker] += 1
+        self._update(self.parameters, request.gradient)
+        self.staleness.append(len(self.staleness) - self._pulled_after[worker])
+        return None

@@ -81,9 +81,7 @@ def test_ranks_that_call_different_things_are_reported(check_answer):
 
 
 def test_the_rank_with_the_wrong_result_is_named(check_answer):
-    verdict = check_answer(
-        GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_third_rank"), only=["sums_over_ranks"]
-    )
+    verdict = check_answer(GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_third_rank"), only=["sums_over_ranks"])
     assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 3)
     assert report.format_finding(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",

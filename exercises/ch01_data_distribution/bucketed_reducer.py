@@ -31,7 +31,7 @@ You may call:
 
 Check it with: python -m exercises check bucketed_reducer
 
-Stub 5959fcc8.
+Stub e7dc60f1.
 """
 
 from torch import Tensor
@@ -43,10 +43,8 @@ from minidist.simple.data_parallel import NaiveReducer, assign_buckets
 class BucketedReducer(NaiveReducer):
     """Gradient reducer that all-reduces flat buckets of several gradients, each while backward computes the next ones.
 
-    bucket_bytes: the limit of `assign_buckets`.
-
-    buckets: the names in each bucket, and its flat tensor, (numel of all its gradients,). handles: of the all-reduces
-    in flight, which are those of the first buckets.
+    bucket_bytes: maximum size of a bucket. buckets: the names in each, and its flat tensor, (numel of its gradients,).
+    handles: of the all-reduces in flight, which are those of the first buckets.
     """
 
     def __init__(self, *args, bucket_bytes: int = 25 << 20, **options):
@@ -60,8 +58,8 @@ class BucketedReducer(NaiveReducer):
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a local gradient; then start the all-reduces of all buckets that are complete, in their order.
 
-        A rank may complete its buckets in another order than its peers. So none is launched before those ahead of it:
-        all ranks launch all buckets in the same order, or two of them would wait for different buckets.
+        None is launched before those ahead of it. If ranks completed their buckets in different orders and launched
+        them as they come, two ranks would wait for different buckets.
         """
         raise NotImplementedError("add the gradient, then launch the buckets that are complete, in index order")
 

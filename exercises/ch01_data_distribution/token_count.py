@@ -19,7 +19,7 @@ You may call:
 
 Check it with: python -m exercises check token_count
 
-Stub 22a8880c.
+Stub 6336c8d6.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> floa
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
     num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more
-    weight.
+    the ranks that process different tokens.
     """
     raise NotImplementedError("return the weighted number of tokens of all ranks")

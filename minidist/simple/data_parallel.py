@@ -31,8 +31,7 @@ def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> floa
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
     num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more
-    weight.
+    the ranks that process different tokens.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)
@@ -119,8 +118,8 @@ class NaiveReducer:
 def assign_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Assign gradients to buckets; return the names in each bucket, in the order of `sizes`. No bucket is empty.
 
-    A bucket takes the next gradient if it fits; a gradient larger than the limit has a bucket of its own. sizes: bytes
-    of each gradient by name, in the order in which backward computes them. limit: maximum bytes of a bucket.
+    A bucket takes the next gradient if it fits; one larger than `limit` has a bucket of its own. sizes: bytes of each
+    gradient by name, in the order in which backward computes them. limit: maximum bytes of a bucket.
     """
     buckets: list[list[str]] = []
     filled = 0
@@ -136,10 +135,8 @@ def assign_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 class BucketedReducer(NaiveReducer):
     """Gradient reducer that all-reduces flat buckets of several gradients, each while backward computes the next ones.
 
-    bucket_bytes: the limit of `assign_buckets`.
-
-    buckets: the names in each bucket, and its flat tensor, (numel of all its gradients,). handles: of the all-reduces
-    in flight, which are those of the first buckets.
+    bucket_bytes: maximum size of a bucket. buckets: the names in each, and its flat tensor, (numel of its gradients,).
+    handles: of the all-reduces in flight, which are those of the first buckets.
     """
 
     def __init__(self, *args, bucket_bytes: int = 25 << 20, **options):
@@ -165,8 +162,8 @@ class BucketedReducer(NaiveReducer):
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a local gradient; then start the all-reduces of all buckets that are complete, in their order.
 
-        A rank may complete its buckets in another order than its peers. So none is launched before those ahead of it:
-        all ranks launch all buckets in the same order, or two of them would wait for different buckets.
+        None is launched before those ahead of it. If ranks completed their buckets in different orders and launched
+        them as they come, two ranks would wait for different buckets.
         """
         super().add(name, gradient)
         for names, flat in self.buckets[len(self.handles) :]:

@@ -25,8 +25,8 @@ from collections.abc import Mapping
 def assign_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Assign gradients to buckets; return the names in each bucket, in the order of `sizes`. No bucket is empty.
 
-    A bucket takes the next gradient if it fits; a gradient larger than the limit has a bucket of its own. sizes: bytes
-    of each gradient by name, in the order in which backward computes them. limit: maximum bytes of a bucket.
+    A bucket takes the next gradient if it fits; one larger than `limit` has a bucket of its own. sizes: bytes of each
+    gradient by name, in the order in which backward computes them. limit: maximum bytes of a bucket.
     """
     buckets: list[list[str]] = []
     filled = 0

@@ -55,10 +55,8 @@ from minidist.simple.data_parallel import NaiveReducer, assign_buckets
 class BucketedReducer(NaiveReducer):
     """Gradient reducer that all-reduces flat buckets of several gradients, each while backward computes the next ones.
 
-    bucket_bytes: the limit of `assign_buckets`.
-
-    buckets: the names in each bucket, and its flat tensor, (numel of all its gradients,). handles: of the all-reduces
-    in flight, which are those of the first buckets.
+    bucket_bytes: maximum size of a bucket. buckets: the names in each, and its flat tensor, (numel of its gradients,).
+    handles: of the all-reduces in flight, which are those of the first buckets.
     """
 
     def __init__(self, *args, bucket_bytes: int = 25 << 20, **options):
@@ -84,8 +82,8 @@ class BucketedReducer(NaiveReducer):
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a local gradient; then start the all-reduces of all buckets that are complete, in their order.
 
-        A rank may complete its buckets in another order than its peers. So none is launched before those ahead of it:
-        all ranks launch all buckets in the same order, or two of them would wait for different buckets.
+        None is launched before those ahead of it. If ranks completed their buckets in different orders and launched
+        them as they come, two ranks would wait for different buckets.
         """
         super().add(name, gradient)
         for names, flat in self.buckets[len(self.handles) :]:

@@ -41,8 +41,7 @@ def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> floa
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
     num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more
-    weight.
+    the ranks that process different tokens.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from exercises.conditions import FLOATS, Choices, Declaration, Tensors, exact
 from minidist.comm import Group
-from minidist.parameters import named_parameters, replicated_specs
+from minidist.parameters import named_parameters
 
-# Makes the learner's reducer: (answer, parameters, specs, groups, and further arguments of the declaration) -> reducer.
+# Makes the learner's reducer: (answer, parameters by name, group, and further arguments of the declaration) -> reducer.
 MakeReducer = Callable[..., Any]
 
 
@@ -42,13 +42,11 @@ def declare_reducer(make_reducer: MakeReducer, **choices: Choices) -> Declaratio
         model = nn.Module()
         model.weight = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
         model.bias = nn.Parameter(torch.zeros(3, dtype=gradient.dtype))
-        reducer = make_reducer(answer, named_parameters(model), replicated_specs(model, group.ranks), [group], **more)
+        reducer = make_reducer(answer, named_parameters(model), group, **more)
         if group.rank:
-            reducer.accumulate("bias", torch.full((3,), group.rank, dtype=gradient.dtype))
-            reducer.mark_ready("bias")
-        reducer.accumulate("weight", gradient)
-        reducer.mark_ready("weight")
-        reducer.finish_reductions()
+            reducer.add("bias", torch.full((3,), group.rank, dtype=gradient.dtype))
+        reducer.add("weight", gradient)
+        reducer.finish()
         return model.weight.grad, model.bias.grad
 
     def reduced_by_one_process(ranks: Sequence[Mapping[str, Any]], rank: int) -> tuple[Tensor, Tensor | None]:

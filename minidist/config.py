@@ -175,9 +175,9 @@ class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
     """auto: nccl for one rank per GPU, else shm on Linux and gloo elsewhere. shm: shared memory between the ranks of
     one machine; it falls back to gloo, with a note, if the ranks are on several machines."""
-    gradients: Literal["bucketed", "flat", "naive"] = "bucketed"
-    """bucketed: reduce gradients in buckets, overlapped with backward. flat: one all-reduce of one flat buffer after
-    backward. naive: one all-reduce per parameter after backward."""
+    gradients: Literal["bucketed", "naive"] = "bucketed"
+    """bucketed: reduce gradients in buckets, overlapped with backward. naive: one all-reduce per parameter after
+    backward."""
     algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"
     """All-reduce algorithm for gradients: `backend` is the communication library's own. All others are built on send
     and receive (minidist/comm/algorithms) and run after backward; with `naive`, every rank sends its gradients to all

@@ -174,7 +174,7 @@ def _reducer(
             return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
         if config.consistency.is_asynchronous:
             return AsynchronousReducer(parameters, specs, groups, config)
-        return make_reducer(config.engine, comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
+        return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
 
 

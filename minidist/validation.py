@@ -408,7 +408,6 @@ def _simple_restrictions(config: Config) -> _Restrictions:
     return (
         (schedule in ("gpipe", "1f1b", "zb-h1"), f"parallel.schedule {schedule}", "--parallel.schedule 1f1b or gpipe"),
         (optim.kind != "muon", "optim.kind muon", "--optim.kind adamw or sgd"),
-        (config.comm.gradients != "flat", "comm.gradients flat", "--comm.gradients bucketed or naive"),
         (config.comm.algorithm == "backend", f"comm.algorithm {config.comm.algorithm}", "--comm.algorithm backend"),
         (not config.compile, "compile true", "--no-compile"),
         (config.recompute != "selective", "recompute selective", "--recompute block"),

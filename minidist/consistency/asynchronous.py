@@ -27,7 +27,7 @@ from minidist.config import Config
 from minidist.consistency.merge import Result
 from minidist.consistency.server import Pull, Push, Server
 from minidist.errors import UserError
-from minidist.parallel.data.simple import NaiveReducer
+from minidist.parallel.data.naive import NaiveReducer
 from minidist.parameters import ParamSpecs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group
 from minidist.comm.algorithms.root import flat_broadcast, flat_reduce
-from minidist.parallel.data.simple import NaiveReducer
+from minidist.parallel.data.naive import NaiveReducer
 from minidist.parameters import ParamSpecs
 
 

@@ -32,8 +32,7 @@ def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> floa
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
     num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens. A mean of the ranks' means would give the tokens of a short batch more
-    weight.
+    the ranks that process different tokens.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)
@@ -114,10 +113,28 @@ class NaiveReducer:
         """Called after an evaluation: parameters are kept (see `zero`)."""
 
 
+def assign_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Assign gradients to buckets; return the names in each bucket, in the order of `sizes`. No bucket is empty.
+
+    A bucket takes the next gradient if it fits; one larger than `limit` has a bucket of its own. sizes: bytes of each
+    gradient by name, in the order in which backward computes them. limit: maximum bytes of a bucket.
+    """
+    buckets: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not buckets or filled + size > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
+
+
 class BucketedReducer(NaiveReducer):
     """Gradient reducer that all-reduces flat buckets of several gradients, each while backward computes the next ones.
 
-    bucket_bytes: a bucket is closed before it would exceed this size; a larger parameter has a bucket of its own.
+    bucket_bytes: maximum size of a bucket. buckets: the names in each, and its flat tensor, (numel of its gradients,).
+    handles: of the all-reduces in flight, which are those of the first buckets.
     """
 
     def __init__(self, *args, bucket_bytes: int = 25 << 20, **options):
@@ -126,33 +143,25 @@ class BucketedReducer(NaiveReducer):
 
     def allocate_sums(self) -> dict[str, Tensor]:
         """Allocate the buckets; return each parameter's view of its bucket, by name, in the parameter's shape."""
-        self.buckets: list[tuple[list[str], Tensor]] = []  # names and flat tensor
-        self.handles: list[Handle] = []  # of the all-reduces in flight: of the first buckets
+        self.buckets: list[tuple[list[str], Tensor]] = []
+        self.handles: list[Handle] = []
         sums = {}
-        for names in self.assign_buckets():
+        # Backward computes gradients in about the reverse order of the model.
+        sizes = {name: self.masters[name].nbytes for name in reversed(self.parameters)}
+        for names in assign_buckets(sizes, self.bucket_bytes):
             masters = [self.masters[name] for name in names]
-            sizes = [master.numel() for master in masters]
-            flat = masters[0].new_zeros(sum(sizes))
+            numels = [master.numel() for master in masters]
+            flat = masters[0].new_zeros(sum(numels))
             self.buckets.append((names, flat))
-            for name, master, part in zip(names, masters, flat.split(sizes), strict=True):
+            for name, master, part in zip(names, masters, flat.split(numels), strict=True):
                 sums[name] = part.view(master.shape)
         return sums
-
-    def assign_buckets(self) -> list[list[str]]:
-        """Return the names in each bucket. Backward computes gradients in about the reverse order of the model."""
-        buckets: list[list[str]] = [[]]
-        for name in reversed(self.parameters):
-            filled = sum(self.masters[each].nbytes for each in buckets[-1])
-            if buckets[-1] and filled + self.masters[name].nbytes > self.bucket_bytes:
-                buckets.append([])
-            buckets[-1].append(name)
-        return buckets
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a local gradient; then start the all-reduces of all buckets that are complete, in their order.
 
-        A rank may complete its buckets in another order than its peers. So none is launched before those ahead of it:
-        all ranks launch all buckets in the same order, or two of them would wait for different buckets.
+        None is launched before those ahead of it. If ranks completed their buckets in different orders and launched
+        them as they come, two ranks would wait for different buckets.
         """
         super().add(name, gradient)
         for names, flat in self.buckets[len(self.handles) :]:
@@ -162,8 +171,7 @@ class BucketedReducer(NaiveReducer):
 
     def reduce_sums(self) -> None:
         """Collective: start the remaining all-reduces, and wait for all of them."""
-        for _, flat in self.buckets[len(self.handles) :]:
-            self.handles.append(all_reduce(flat, self.group, async_op=True))
+        self.handles += [all_reduce(flat, self.group, async_op=True) for _, flat in self.buckets[len(self.handles) :]]
         for handle in self.handles:
             handle.wait()
         self.handles.clear()

@@ -131,12 +131,12 @@ def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
 
 
 def test_classes_and_programs_have_no_generated_zero():
-    for name in ("gradient_sum", "repaired_script"):
+    for name in ("data_parallel", "repaired_script"):
         with pytest.raises(UserError, match="only an exercise about a function of the package has a generated wrong_"):
             generated_answers.generate_constant_results(CATALOGUE[name], "", "wrong_zero")
 
 
-@pytest.mark.parametrize("name", ["gradient_sum", "weighted_loss"])
+@pytest.mark.parametrize("name", ["data_parallel", "token_count"])
 def test_the_generated_cheat_uses_every_symbol_of_the_package(name):
     text = stubs.generate_answer(CATALOGUE[name], "wrong_cheat")
     for piece in CATALOGUE[name].pieces:

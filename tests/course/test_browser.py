@@ -29,34 +29,34 @@ CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 RIGHT = stubs.generate_answer(BLOCK, "right_loop")
 # An answer in which every rank first waits for the next one, which waits as well.
-WAITS = """    def finish_reductions(self) -> None:
+WAITS = """    def reduce_sums(self) -> None:
         from minidist.comm import recv
 
-        group = next(iter(self._groups.values()))
-        if group.size > 1:
-            recv(torch.zeros(1), (group.rank + 1) % group.size, group)
+        if self.group.size > 1:
+            recv(torch.zeros(1), (self.group.rank + 1) % self.group.size, self.group)
 """
-HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish_reductions(self) -> None:\n", WAITS)
-PIECE = "minidist.parallel.data.replicate:make_reducer"
+HANGS = CATALOGUE["data_parallel"].solution.read_text().replace("    def reduce_sums(self) -> None:\n", WAITS)
+PIECE = "minidist.simple.parallelize:make_reducer"
 SOURCE = read_symbol_source(PIECE)
 STEP = """
 from minidist.comm import bind
-from minidist.config import Config, OptimConfig
+from minidist.config import Config
 from minidist.data.loader import Loader
 from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
-from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
-from minidist.train.engine import Engine
+from minidist.simple.engine import Engine
+from minidist.simple.parallelize import group_specs, parallelize
 
 shape = ModelConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
-groups = bind(world, Mesh(dp=world_size), DEFAULT_GROUP_SPECS)
-engine = Engine(parallelize(Transformer(shape), groups, Config()), groups, OptimConfig(), seed=0)
+mesh, config = Mesh(dp=world_size), Config(model=shape)
+groups = bind(world, mesh, group_specs(mesh, config))
+engine = Engine(parallelize(Transformer(shape), groups, config), groups, config)
 groups.meter.operations.clear()
 loader = Loader(generate_text(20_000), seq_len=32, seed=0, min_length=1)
 engine.step(0, loader.micro_batches(0, 4, rank, world_size, 1), 0.1)
-groups.meter.operations["grads", "all_reduce"], len(engine.parameters)
+groups.meter.operations["grads", "all_reduce"], len(engine.reducer.parameters)
 """
 SMALL = [
     "%load_ext minidist.tools.notebook\n%load_ext exercises",
@@ -136,18 +136,19 @@ def test_a_learners_first_hour(small, work):
     assert work.entry(BLOCK)["passed"] and work.file(BLOCK).read_text().strip() == RIGHT.strip()
     small.picture("3-passed", answer)
 
-    told = small.tell(f"%%exercise gradient_sum\n{HANGS}")
+    told = small.tell(f"%%exercise data_parallel\n{HANGS}")
     assert "deadlock: ranks 0-" in told and "waiting in recv" in told
-    assert not work.entry(CATALOGUE["gradient_sum"])["passed"]
+    assert not work.entry(CATALOGUE["data_parallel"])["passed"]
     small.picture("4-exercise-hangs", len(small) - 1)
 
-    assert "ranks 0-1: (1, 20)" in small.output(4)  # one bucket
-    naive = "    return NaiveReducer(parameters, specs, groups)\n"
-    small.write(3, f"%%piece {PIECE}\n{SOURCE[: SOURCE.index('    if kind')]}{naive}")
+    assert "ranks 0-1: (3, 20)" in small.output(4)  # the token count, one bucket, and who used what
+    naive = SOURCE.replace('if config.comm.gradients == "naive":', "if True:")
+    assert naive != SOURCE
+    small.write(3, f"%%piece {PIECE}\n{naive}")
     assert f"{PIECE} replaced here and on 2 ranks" in small.run(3)
-    assert "ranks 0-1: (40, 20)" in small.run(4)  # each parameter, and whether it was used
+    assert "ranks 0-1: (22, 20)" in small.run(4)  # a message for each parameter
     assert "the package's own again" in small.tell("%piece --reset")
-    assert "ranks 0-1: (1, 20)" in small.run(4)
+    assert "ranks 0-1: (3, 20)" in small.run(4)
 
     hang_stop_and_go_on(small)
     assert small.errors() == []

@@ -10,7 +10,7 @@ from exercises.check import check
 from tests.helpers.exhaustive import exhaustive
 
 CATALOGUE = Catalogue()
-BLOCK, GRADIENTS = CATALOGUE["block_partition"], CATALOGUE["gradient_sum"]
+BLOCK, GRADIENTS = CATALOGUE["block_partition"], CATALOGUE["data_parallel"]
 # One exercise of each kind; `make test-all` has the others.
 ONE_OF_EACH = list({exercise.kind: name for name, exercise in CATALOGUE.items()}.values())
 each_kind = pytest.mark.parametrize(
@@ -39,25 +39,25 @@ def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(c
 
 
 def test_a_deadlock_is_reported_with_who_waits_where(check_answer):
-    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
-    text = text.replace("all_reduce(total, group)", "recv(total, 1 - group.rank, group)")
-    verdict = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"])
+    text = stubs.solution_code(GRADIENTS).replace("import Group, all_reduce", "import Group, all_reduce, recv")
+    text = text.replace("all_reduce(total, self.group)", "recv(total, 1 - self.group.rank, self.group)")
+    verdict = check_answer(GRADIENTS, text, only=["unused_parameters"])
     finding = verdict.results[0].finding
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "recv(total" in told)
-    assert (finding.kind, finding.test) == ("deadlock", "parameters_are_not_changed")
+    assert (finding.kind, finding.test) == ("deadlock", "unused_parameters")
     assert finding.what.startswith("deadlock: ranks 0-1 wait for something that can never happen")
     for rank in (0, 1):
         assert f"rank {rank}: waiting in recv from rank {1 - rank} #1" in finding.what
-    assert finding.what.count(f"gradient_sum.py:{line}") == 2
+    assert finding.what.count(f"data_parallel.py:{line}") == 2
     assert len(report.format_verdict(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
 def test_the_rank_that_loops_is_reported_from_those_that_wait_for_it(check_answer):
-    text = stubs.generate_answer(GRADIENTS, "wrong_mean")
-    text = text.replace("all_reduce(total, group)", "while group.rank == 1: pass\n            all_reduce(total, group)")
-    finding = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"]).results[0].finding
+    sent = "all_reduce(total, self.group)"
+    text = stubs.solution_code(GRADIENTS).replace(sent, f"while self.group.rank == 1: pass\n            {sent}")
+    finding = check_answer(GRADIENTS, text, only=["unused_parameters"]).results[0].finding
     assert (finding.kind, finding.rank, finding.size) == ("hang", 1, 2)
-    assert finding.source == "while group.rank == 1: pass"
+    assert finding.source == "while self.group.rank == 1: pass"
     assert "rank 0: waiting in all_reduce" in finding.what and "rank 1: running" in finding.what
 
 
@@ -66,7 +66,7 @@ def test_the_rank_that_dies_is_reported_and_not_the_broken_connection(check_answ
         "all_reduce(total, group)",
         "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
     )
-    finding = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"]).results[0].finding
+    finding = check_answer(GRADIENTS, text, only=["unused_parameters"]).results[0].finding
     assert (finding.kind, finding.rank) == ("died", 1)
     assert finding.what == "your code ended its process: killed by SIGSEGV"
 
@@ -75,27 +75,25 @@ def test_ranks_that_call_different_things_are_reported(check_answer):
     text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace(
         "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
     )
-    verdict = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"])
+    verdict = check_answer(GRADIENTS, text, only=["unused_parameters"])
     assert verdict.results[0].finding.kind in ("deadlock", "network", "died", "raised")
     assert len(report.format_verdict(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
 def test_the_rank_with_the_wrong_result_is_named(check_answer):
-    verdict = check_answer(
-        GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"]
-    )
+    verdict = check_answer(GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_third_rank"), only=["sums_over_ranks"])
     assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 3)
     assert report.format_finding(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",
         "  rank      2 of 3",
         "  expected  [48.0, 51.0, 54.0]",
-        "  got       [26.0, 27.0, 28.0]",
+        "  got       [96.0, 102.0, 108.0]",
     ]
 
 
 def test_a_class_of_the_package_may_not_be_inherited(check_answer):
     verdict = check_answer(GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
-    told = "your code uses minidist.parallel.data.simple.NaiveReducer: this is the code that you write here"
+    told = "your code uses minidist.simple.data_parallel.NaiveReducer: this is the code that you write here"
     assert report.format_finding(verdict.results[0].finding) == [told]
 
 

@@ -12,16 +12,16 @@ EXERCISES = Catalogue()
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("overlapped_reducer", "wrong_after_backward"): (
+    ("bucketed_reducer", "wrong_after_backward"): (
         "launched_inside_backward",
         [
-            "what happens after: ready head",
+            "what happens after: add head",
             "  rank      0 of 2",
             "  expected  launch 0",
-            "  got       ready second.weight",
+            "  got       add second.weight",
         ],
     ),
-    ("overlapped_reducer", "wrong_waits_at_once"): (
+    ("bucketed_reducer", "wrong_waits_at_once"): (
         "waits_at_the_end",
         [
             "waits inside backward",
@@ -30,7 +30,7 @@ MESSAGES = {
             "  got       ['wait 0', 'wait 1', 'wait 2', 'wait 3']",
         ],
     ),
-    ("overlapped_reducer", "wrong_copy_sent"): (
+    ("bucketed_reducer", "wrong_copy_sent"): (
         "no_second_copy_of_gradients",
         [
             "at most 130 kB peak memory for gradients (measured: 180 kB)",
@@ -40,21 +40,22 @@ MESSAGES = {
             "  got       False",
         ],
     ),
-    ("weighted_loss", "wrong_one_backward"): (
-        "one_micro_batch_at_a_time",
+    ("token_count", "wrong_weight_on_the_loss_only"): (
+        "weights_of_data",
         [
-            "what happened",
-            "  for       backward(loss_sums=<generator>, weight=1.0, count=<AsyncSum>)",
-            "  expected  ['forward', 'backward', 'forward', 'backward', 'forward', 'backward']",
-            "  got       ['forward', 'forward', 'forward', 'backward']",
+            "the weighted number of tokens",
+            "  for       weights [1.5, 0.25, 2.0, 1.0], tokens per micro-batch [[2, 5], [1, 3], [4, 0, 2], [9, 7]]",
+            "  rank      0 of 4",
+            "  expected  39.5",
+            "  got       33.0",
         ],
     ),
-    ("accumulation", "wrong_left_to_autograd"): (
-        "partly_unused_parameters",
+    ("data_parallel", "wrong_used_by_all"): (
+        "unused_parameters",
         [
-            "the sum of the gradients of rare",
-            "  for       micro-batches that use `rare`: [True, False, False]",
-            "  expected  [-26.99981689453125, 7.5000457763671875]",
+            "the gradient of a parameter that only rank 1 used, in step 1",
+            "  rank      0 of 2",
+            "  expected  [3.0, 4.0]",
             "  got       None",
         ],
     ),
@@ -72,7 +73,7 @@ def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
 # Where the connections break before the mismatch is noticed, the message is another one.
 @pytest.mark.process_lifecycle
 def test_different_launch_orders_are_reported_without_internals(server, tmp_path):
-    exercise, test = EXERCISES["overlapped_reducer"], "launched_in_index_order"
+    exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.format_finding(check(exercise, answer, server, only=[test]).results[0].finding)
     # Which two of the ranks are compared first depends on which arrive first.

@@ -40,7 +40,7 @@ def content(course) -> dict:
 
 
 @pytest.mark.parametrize(
-    "piece", ["minidist.data.partition:block_partition", "minidist.parallel.data.simple:NaiveReducer"]
+    "piece", ["minidist.data.partition:block_partition", "minidist.simple.data_parallel:NaiveReducer"]
 )
 def test_all_files_of_a_new_exercise_are_written_and_the_others_stay(course, capsys, piece):
     before = content(course)

@@ -125,15 +125,13 @@ def test_ranks_that_wait_for_one_that_has_ended_are_reported_with_their_line(che
 
 def test_raw_calls_of_a_piece_are_on_the_status_page(check_answer):
     """A rank that leaves a collective of torch itself out is found from the rank status, not by waiting."""
-    gradients = CATALOGUE["gradient_sum"]
-    text = stubs.generate_answer(gradients, "wrong_mean").replace(
-        "import torch\n", "import torch\nimport torch.distributed as dist\n"
-    )
-    assert "all_reduce(total, group)" in text
-    text = text.replace("all_reduce(total, group)", "dist.all_reduce(total) if group.rank else None")
-    verdict = check_answer(gradients, text, only=["parameters_are_not_changed"], hang_s=3600.0)
+    gradients = CATALOGUE["data_parallel"]
+    text = stubs.solution_code(gradients).replace("import torch\n", "import torch\nimport torch.distributed as dist\n")
+    assert "all_reduce(total, self.group)" in text
+    text = text.replace("all_reduce(total, self.group)", "dist.all_reduce(total) if self.group.rank else None")
+    verdict = check_answer(gradients, text, only=["unused_parameters"], hang_s=3600.0)
     finding = verdict.results[0].finding
-    assert finding.kind == "deadlock" and "all_reduce" in finding.what and "gradient_sum.py:" in finding.what
+    assert finding.kind == "deadlock" and "all_reduce" in finding.what and "data_parallel.py:" in finding.what
 
 
 @pytest.mark.parametrize("kind", ["number", "text", "text with spaces", "number as text"])

@@ -86,12 +86,11 @@ main = Program(main)
 
 """
 USED_FIRST = """\
-        names = sorted(self._parameters)
-        used = torch.tensor([float(name in self._used) for name in names])
-        all_reduce(used, next(iter(self._groups.values())), "max")
-        for name in (name for name, flag in zip(names, used.tolist(), strict=True) if flag):
-            parameter = self._parameters[name]
-"""
+        counts = torch.tensor(list(self.num_added.values()))
+        all_reduce(counts, self.group)
+        for total, count in zip(self.sums.values(), counts.tolist()):
+            if count:
+                all_reduce(total, self.group)"""
 ONE_DIRECTION = """\
     chunks = split_chunks(flat_view(tensor), group.size)
     chunks = chunks[1:] + chunks[:1]
@@ -139,17 +138,8 @@ EDITS = {
     ),
     "a product over a batch": ("split_backward", [("    return grad.flatten(0, -2).T @ x.flatten(0, -2)\n", PRODUCT)]),
     "nothing for unused parameters": (
-        "gradient_sum",
-        [
-            (
-                "        for name, parameter in self._parameters.items():\n            # Every rank must take part in "
-                "every collective: one that did not use the parameter sends zeros.\n",
-                USED_FIRST,
-            ),
-            ("            used = torch.tensor([float(name in self._used)], device=parameter.device)\n", ""),
-            ("            all_reduce(used, self._groups[name])\n", ""),
-            (" if used.item() else None\n", "\n"),
-        ],
+        "data_parallel",
+        [("        for total in self.sums.values():\n            all_reduce(total, self.group)", USED_FIRST)],
     ),
     "a ring in both directions": (
         "ring_all_reduce",

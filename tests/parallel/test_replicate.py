@@ -13,11 +13,9 @@ from minidist.parallel.data.replicate import broadcast_model, make_reducer
 from minidist.parameters import Box, ParamSpec, named_parameters, replicated_specs
 from tests.helpers.processes import DEFAULT_CPU_BACKEND
 
-# Kind of reducer ("simple": the simple version of "bucketed") and size of a bucket in MiB.
-FAST = [("bucketed", 1.0), ("bucketed", 1e-4), ("bucketed", 1e-9)]
-SIMPLE = [("naive", 1.0), ("flat", 1.0), ("simple", 1.0), ("simple", 1e-4), ("simple", 1e-9)]
-KINDS = [*SIMPLE, *FAST]
-OVERLAPPED = ["bucketed", "simple"]
+# Kind of reducer and size of a bucket in MiB.
+KINDS = [("naive", 1.0), ("bucketed", 1.0), ("bucketed", 1e-4), ("bucketed", 1e-9)]
+EACH_KIND = ["naive", "bucketed"]
 
 
 class Net(nn.Module):
@@ -70,13 +68,7 @@ def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
     broadcast_model(model, groups["grads"])
     parameters = named_parameters(model)
     specs = replicated_specs(model, groups["grads"].ranks)
-    return model, reducer_of(kind, parameters, specs, [groups["grads"]], mib), groups.meter
-
-
-def reducer_of(kind: str, parameters, specs, groups, mib: float):
-    """The reducer of one of KINDS."""
-    engine, how = ("mixed", "bucketed") if kind == "simple" else ("fast", kind)
-    return make_reducer(engine, how, parameters, specs, groups, mib)
+    return model, make_reducer(kind, parameters, specs, [groups["grads"]], mib), groups.meter
 
 
 def reduce_gradients(world: World, kind: str, mib: float, micro_batches: int, dtype=torch.float64) -> tuple[dict, list]:
@@ -123,23 +115,20 @@ def test_only_the_last_micro_batch_communicates(ranks, kind, mib):
 
 
 def test_buckets_are_launched_inside_backward_and_other_reductions_after_it(ranks):
-    for kind in OVERLAPPED:
-        assert all(sent[-1] > 1 for _, sent in ranks(reduce_gradients, 2, kind, 1e-4, 1))
-    for kind in ("naive", "flat"):
-        assert all(sent[-1] == 0 for _, sent in ranks(reduce_gradients, 2, kind, 1.0, 1))
+    assert all(sent[-1] > 1 for _, sent in ranks(reduce_gradients, 2, "bucketed", 1e-4, 1))
+    assert all(sent[-1] == 0 for _, sent in ranks(reduce_gradients, 2, "naive", 1.0, 1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_simple_and_fast_reducers_agree(ranks, size):
+def test_naive_and_bucketed_reducers_agree(ranks, size):
     """Different data on every rank, 3 + rank samples; the order of the terms of a sum may differ."""
     fast = ranks(reduce_gradients, size, "bucketed", 1e-4, 2)
-    for kind, mib in SIMPLE:
-        for (got, _), (expected, _) in zip(ranks(reduce_gradients, size, kind, mib, 2), fast, strict=True):
-            for name, grad in expected.items():
-                if grad is None:
-                    assert got[name] is None, name
-                else:  # a sum of at most four float64 terms: 1e-14 of the largest is 45 eps
-                    torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-14 * float(grad.abs().max()))
+    for (got, _), (expected, _) in zip(ranks(reduce_gradients, size, "naive", 1.0, 2), fast, strict=True):
+        for name, grad in expected.items():
+            if grad is None:
+                assert got[name] is None, name
+            else:  # a sum of at most four float64 terms: 1e-14 of the largest is 45 eps
+                torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-14 * float(grad.abs().max()))
 
 
 def sums_over_two_groups(world: World, kind: str, mib: float) -> dict:
@@ -149,7 +138,7 @@ def sums_over_two_groups(world: World, kind: str, mib: float) -> dict:
     box = (Box.whole((3, 2)),)
     ranks_of = {name: groups["grads" if name in "ac" else "all"].ranks for name in parameters}
     specs = {name: ParamSpec(name, (3, 2), box, ranks_of[name], ranks_of[name]) for name in parameters}
-    reducer = reducer_of(kind, parameters, specs, groups.values(), mib)
+    reducer = make_reducer(kind, parameters, specs, groups.values(), mib)
     for i, name in enumerate("dcba"):
         if name != "b" or world.rank == 3:  # one rank alone uses b
             reducer.accumulate(name, torch.full((3, 2), 10.0**i * (world.rank + 1), dtype=torch.float64))
@@ -206,7 +195,7 @@ def gradients_of_ddp(world: World) -> dict:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["bucketed", "simple", "flat", "naive"])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_gradients_are_those_of_torchs_ddp(ranks, size, kind):
     for theirs, (ours, _) in zip(
         ranks(gradients_of_ddp, size, backend="gloo"), ranks(reduce_gradients, size, kind, 1e-4, 1), strict=True
@@ -250,7 +239,7 @@ def run_two_steps(world: World, kind: str) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("kind", ["naive", "flat", *OVERLAPPED])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_clear_leaves_nothing_of_a_step(ranks, kind):
     for first, second in ranks(run_two_steps, 2, kind):
         assert all(second[name] is None if g is None else torch.equal(second[name], g) for name, g in first.items())
@@ -269,7 +258,7 @@ def test_replicas_without_a_group_are_refused():
         find_gradient_group(replicated_specs(Net(), (0, 1))["hidden.weight"], groups.values())
 
 
-@pytest.mark.parametrize("kind", ["naive", "flat", *OVERLAPPED])
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_a_gradient_after_its_ready_is_refused(kind):
     model, reducer, _ = set_up(World.single(), kind, 1e-4)
     reducer.accumulate("never", torch.ones(3, dtype=torch.float64))
@@ -282,20 +271,19 @@ def test_a_gradient_after_its_ready_is_refused(kind):
     assert model.never.grad.tolist() == [1.0] * 3
 
 
-def abort_with_bucket_in_flight(world: World, kind: str) -> list:
+def abort_with_bucket_in_flight(world: World) -> list:
     """Abort a step while its first bucket is in flight; return that bucket's gradient after the next step has begun."""
-    model, reducer, meter = set_up(world, kind, 1e-9)
+    model, reducer, meter = set_up(world, "bucketed", 1e-9)
     meter.records.clear()
     reducer.accumulate("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
     reducer.mark_ready("tied.bias")
     assert len(meter.records) == 1
-    before = reducer._buckets[0] if kind == "bucketed" else reducer._buffers[0]
+    before = reducer._buckets[0]
     reducer.clear_gradients()
     reducer.accumulate("tied.bias", torch.full((5,), 7.0, dtype=torch.float64))
     before.handle.wait()
-    return (before.buffer if kind == "bucketed" else before.tensor)[:5].tolist()
+    return before.buffer[:5].tolist()
 
 
-@pytest.mark.parametrize("kind", OVERLAPPED)
-def test_an_aborted_step_does_not_reuse_buffers_in_flight(ranks, kind):
-    assert ranks(abort_with_bucket_in_flight, 2, kind) == [[200.0] * 5] * 2
+def test_an_aborted_step_does_not_reuse_buffers_in_flight(ranks):
+    assert ranks(abort_with_bucket_in_flight, 2) == [[200.0] * 5] * 2

@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
 
 # Without master weights, one dtype: a reducer that has none cannot train in 16 bits.
-IMPOSSIBLE = {("dtype", half, "gradients", kind) for half in ("bf16", "fp16") for kind in ("flat", "naive", "central")}
+IMPOSSIBLE = {("dtype", half, "gradients", kind) for half in ("bf16", "fp16") for kind in ("naive", "central")}
 # A rank with gradients of its own: SGD only, no clipping by a norm of its own, and no resumption here.
 OWN_GRADIENTS = ("local", "diloco", "gossip", "stale", "asynchronous")
 IMPOSSIBLE |= {
@@ -105,7 +105,7 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
                 hybrid = {"zero1-hybrid", "zero3-hybrid"}
                 shared = {kind for kind in values if kind.startswith("zero")}
                 expected -= (hybrid if dp % 2 or dp * cp == 2 else set()) | (shared if dp * cp == 1 else set())
-                alone = {"central", "flat", "local", "diloco", "gossip", "stale"}
+                alone = {"central", "local", "diloco", "gossip", "stale"}
                 expected -= alone if dp < ranks else {"gossip"} if dp > 3 else set()
                 expected -= {"asynchronous"}  # with more than one rank it trains another way
             if name == "micro_batches" and dp * 4 > 29:

@@ -105,7 +105,6 @@ GRID = {
         configured(stage=3, policy="bf16", recompute="block"),
         configured(stage=2, recompute="block", k=4),
         configured(comm={"gradients": "naive"}),
-        configured(comm={"gradients": "flat"}),
         configured(mesh={"tp": 2}),
         configured(mesh={"tp": 2}, how={"sequence": True}, policy="bf16", model={"dropout": 0.1}),
         configured(mesh={"cp": 2}),

@@ -50,7 +50,6 @@ SMALL = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 36, "num_head
 ODD = {"num_layers": 3, "hidden_size": 10, "vocab_size": 129, "intermediate_size": 7, "num_heads": 5, "num_kv_heads": 1}
 SWITCHED = {
     "one by one": (Layout(dp=2, tp=2, sequence=True), {"gradients": "naive"}),
-    "flat": (Layout(dp=2, tp=2, sequence=True), {"gradients": "flat"}),
     "buckets that no ring cuts evenly": (Layout(dp=4), {"model": ODD}),
     "untied": (Layout(pp=2, dp=2, schedule="zb-v"), {"tied": False}),
     "tied over two": (Layout(pp=2, cp=2, schedule="1f1b", context="ring"), {"comm": {"algorithm": "ring"}}),

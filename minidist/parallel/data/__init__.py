@@ -3,5 +3,5 @@
 The sum is the gradient of one process, since each loss was divided by the token count of the global batch.
 
 Public: the functions of `replicate` (equal replicas, the reducer of a configuration), `reducer.GradientReducer` and the
-reducers of `simple`. Read in this order: `reducer`, `simple`, `replicate`, `buckets`.
+reducers of `naive` and `buckets`. Read in this order: `reducer`, `naive`, `replicate`, `buckets`.
 """

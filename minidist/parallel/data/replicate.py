@@ -11,8 +11,8 @@ from torch import nn
 
 from minidist.comm import Group, broadcast
 from minidist.parallel.data.buckets import MIB, BucketedReducer
+from minidist.parallel.data.naive import NaiveReducer
 from minidist.parallel.data.reducer import GradientReducer
-from minidist.parallel.data.simple import FlatReducer, NaiveReducer, OverlappedReducer
 from minidist.parameters import ParamSpecs
 
 
@@ -33,8 +33,7 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 
 
 def make_reducer(
-    engine: Literal["fast", "mixed"],
-    kind: Literal["bucketed", "flat", "naive"],
+    kind: Literal["bucketed", "naive"],
     parameters: Mapping[str, nn.Parameter],
     specs: ParamSpecs,
     groups: Collection[Group],
@@ -42,11 +41,9 @@ def make_reducer(
 ) -> GradientReducer:
     """Make the gradient reducer that sums gradients over the replicas of each parameter.
 
-    engine: which version of "bucketed", `BucketedReducer` or `simple.OverlappedReducer`. kind: "flat" and "naive" are
-    `simple.FlatReducer` and `simple.NaiveReducer` with either engine. specs: the parameters' specs, by name. groups:
-    these must include the group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
+    kind: `BucketedReducer` or `NaiveReducer`. specs: the parameters' specs, by name. groups: these must include the
+    group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
     """
-    if kind != "bucketed":
-        return {"flat": FlatReducer, "naive": NaiveReducer}[kind](parameters, specs, groups)
-    bucketed = OverlappedReducer if engine == "mixed" else BucketedReducer
-    return bucketed(parameters, specs, groups, int(bucket_mib * MIB))
+    if kind == "naive":
+        return NaiveReducer(parameters, specs, groups)
+    return BucketedReducer(parameters, specs, groups, int(bucket_mib * MIB))

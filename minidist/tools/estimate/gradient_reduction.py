@@ -56,9 +56,9 @@ def list_gradient_all_reduces(layout: RunLayout, ranks_by_group: RanksByGroup, r
     """Return the all-reduces of gradients that `rank` takes part in during a step without ZeRO.
 
     `comm.gradients` "bucketed": one all-reduce per bucket; the last bucket of a process group ends with one element per
-    parameter, which counts the ranks that used the parameter. "flat": one all-reduce, which ends with these counts.
-    "naive": two all-reduces per parameter, one of the gradient and one of the count, a single float32 element.
-    ranks_by_group: the process groups of every group spec (`RanksByGroup`).
+    parameter, which counts the ranks that used the parameter. "naive": two all-reduces per parameter, one of the
+    gradient and one of the count, a single float32 element. ranks_by_group: the process groups of every group spec
+    (`RanksByGroup`).
     """
     comm, element_bytes = layout.config.comm, DTYPE_BYTES[layout.dtype]
     group_of = cache(
@@ -74,11 +74,8 @@ def list_gradient_all_reduces(layout: RunLayout, ranks_by_group: RanksByGroup, r
             all_reduces += [GradientAllReduce(spec, numel, element_bytes) for numel in sizes.values()]
             all_reduces += [GradientAllReduce(spec, 1, DTYPE_BYTES["float32"])] * len(sizes)
             continue
-        if comm.gradients == "flat":
-            buckets = [list(sizes)]
-        else:
-            in_bytes = {name: numel * element_bytes for name, numel in sizes.items()}
-            buckets = assign_buckets(in_bytes, int(comm.bucket_mib * MIB), FIRST_BYTES)
+        in_bytes = {name: numel * element_bytes for name, numel in sizes.items()}
+        buckets = assign_buckets(in_bytes, int(comm.bucket_mib * MIB), FIRST_BYTES)
         elements = [sum(sizes[name] for name in bucket) for bucket in buckets]
         elements[-1] += len(sizes)
         all_reduces += [GradientAllReduce(spec, numel, element_bytes) for numel in elements]

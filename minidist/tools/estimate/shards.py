@@ -115,7 +115,7 @@ def local_model_states(
         without_moments = states.model_states(sizes, layout.config.zero, policy)
     else:
         owned = {parameter.name: parameter.numel for parameter in parameters}
-        # Flat buffers end with an element per parameter that reports whether the parameter was used.
+        # Buckets end with an element per parameter that reports whether the parameter was used.
         reports = 0 if layout.config.comm.gradients == "naive" else len(parameters)
         numel, element_bytes = sum(owned.values()), PRECISION_BYTES[policy.parameter]
         without_moments = states.ModelStates(numel * element_bytes, (numel + reports) * element_bytes, 0, 0)

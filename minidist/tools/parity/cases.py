@@ -56,7 +56,6 @@ WITH_OWN_GRADIENTS = tuple(mode for mode in MODES if mode != "central")
 # How gradients are reduced, the ZeRO configuration, or the synchronization mode.
 GRADIENTS = {
     "bucketed": {},
-    "flat": {},
     "naive": {},
     **{mode: {} for mode in MODES},
     "zero1": {"stage": 1},
@@ -269,7 +268,7 @@ class Case:
         parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
         ranks = layout.dp * layout.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
-        reduction = self.gradients if self.gradients in ("flat", "naive") else "bucketed"
+        reduction = "naive" if self.gradients == "naive" else "bucketed"
         # The buckets are so small that there are several before and after that of the rarely used parameter.
         return Config(
             zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),

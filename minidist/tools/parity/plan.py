@@ -125,7 +125,7 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
     """
     full = tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)
     reductions = tuple(kind for kind in switches["gradients"] if kind not in WITH_OWN_GRADIENTS)
-    kinds = tuple(kind for kind in reductions if kind not in ("flat", "naive", "central"))
+    kinds = tuple(kind for kind in reductions if kind not in ("naive", "central"))
     families = [
         {"dtype": full, "gradients": reductions, "engine": ("fast",)},
         {"dtype": HALF, "gradients": kinds, "engine": ("fast",)},
@@ -216,10 +216,10 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
     """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
-    sharding more than two, the synchronization modes and a flat buffer nothing but data parallelism."""
+    sharding more than two, the synchronization modes nothing but data parallelism."""
     if gradients == "asynchronous":  # several ranks train another way
         return layout.mesh.world_size == 1
-    if gradients in (*MODES, "flat"):
+    if gradients in MODES:
         is_mean = gradients != "gossip" or layout.dp <= 3
         return 1 < layout.dp == layout.mesh.world_size and is_mean
     if gradients.endswith("hybrid"):

@@ -1,4 +1,4 @@
-"""Tests of overlapped_reducer: gradients that are exact in any order; the order of events, not times."""
+"""Tests of bucketed_reducer: gradients that are exact in any order; the order of events, not times."""
 
 import torch
 from torch import nn
@@ -6,10 +6,10 @@ from torch import nn
 from exercises.conditions import Choices, check_conditions
 from exercises.observations import PeakMemory, expect_order, timeline
 from exercises.reducer_run import declare_reducer, grad_of, local_gradient
-from exercises.testing import CONDITION_RANKS, expect, expect_raises, test
+from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import recv, send
-from minidist.parallel.data.reducer import register_gradient_hooks
-from minidist.parameters import named_parameters, replicated_specs
+from minidist.parameters import named_parameters
+from minidist.simple.data_parallel import register_gradient_hooks
 
 # In the order of the model; backward finishes them from the last to the first.
 SHAPES = {"embed": (8, 4), "first.weight": (4, 4), "first.bias": (4,), "second.weight": (4, 4), "head": (4, 6)}
@@ -27,12 +27,11 @@ class Net(nn.Module):
             setattr(self, name.replace(".", "_"), nn.Parameter(torch.full(shape, 0.5 + rank, dtype=dtype)))
 
 
-def reducer_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES, dtype=torch.float32):
-    """Return the learner's reducer on this rank's model, and the parameters by name."""
-    model = Net(world.rank, shapes, dtype)
-    parameters = named_parameters(model)
-    specs = replicated_specs(model, network.group.ranks)
-    return answer.OverlappedReducer(parameters, specs, [network.group], bucket_bytes), parameters
+def reducer_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES, dtype=torch.float32, per_step=1):
+    """Return the learner's reducer of this rank's parameters, and the parameters by name. per_step: micro-batches."""
+    parameters = named_parameters(Net(world.rank, shapes, dtype))
+    reducer = answer.BucketedReducer(parameters, parameters, network.group, per_step, bucket_bytes=bucket_bytes)
+    return reducer, parameters
 
 
 def total(name, shape, world, step=0, dtype=torch.float32):
@@ -41,7 +40,7 @@ def total(name, shape, world, step=0, dtype=torch.float32):
 
 
 def backward(reducer, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=False, dtype=torch.float32):
-    """Add this rank's gradients in turn; record an event before each `mark_ready` and one at the end.
+    """Add this rank's gradients in turn; record an event before each, and one at the end.
 
     mixed: every rank but the first in an order of its own, not that of the model from its end.
     """
@@ -52,9 +51,8 @@ def backward(reducer, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=
         names = names[rank % 2 :: 2] + names[1 - rank % 2 :: 2]
     for name in names:
         if name not in leave_out:
-            reducer.accumulate(_attribute(name), local_gradient(name, shapes[name], rank, step, dtype))
-            network.event(f"ready {name}")
-            reducer.mark_ready(_attribute(name))
+            network.event(f"add {name}")
+            reducer.add(_attribute(name), local_gradient(name, shapes[name], rank, step, dtype))
     network.event("backward is over")
 
 
@@ -70,32 +68,33 @@ def sums_are_right(parameters, world, shapes=SHAPES, step=0, dtype=torch.float32
 
 @test(points=3, ranks=(1, 3, 4))
 def sums_over_ranks(answer, world, network):
-    """After finish_reductions() every rank has the sums, for every bucket size, in the dtype of the parameters."""
+    """After finish() every rank has the sums, for every bucket size, in the dtype of the masters."""
     for dtype in (torch.float32, torch.float64):
         for bucket_bytes in (BUCKET_BYTES, 1, 10**6):
             reducer, parameters = reducer_of(answer, world, network, bucket_bytes=bucket_bytes, dtype=dtype)
             backward(reducer, network, world.rank, dtype=dtype)
-            reducer.finish_reductions()
+            reducer.finish()
             sums_are_right(parameters, world, dtype=dtype)
-    if world.size == 4:
-        two_groups(answer, world, network)
+    masters_wider_than_parameters(answer, world, network)
 
 
-def two_groups(answer, world, network):
-    """Every other parameter has replicas on every other rank only."""
-    model, half = Net(world.rank, SHAPES, torch.float32), network.divided_group
-    specs, divided = (replicated_specs(model, group.ranks) for group in (network.group, half))
-    small = [_attribute(name) for name in list(SHAPES)[::2]]
-    parameters = named_parameters(model)
-    specs |= {name: divided[name] for name in small}
-    reducer = answer.OverlappedReducer(parameters, specs, [network.group, half], 10**6)
-    backward(reducer, network, world.rank)
-    reducer.finish_reductions()
+def masters_wider_than_parameters(answer, world, network):
+    """Buckets of the masters' dtype and bytes: bfloat16 gradients of which the sum needs more digits."""
+    parameters = named_parameters(Net(world.rank, SHAPES, torch.bfloat16))
+    masters = {name: parameter.detach().float() for name, parameter in parameters.items()}
+    reducer = answer.BucketedReducer(parameters, masters, network.group, 2, bucket_bytes=BUCKET_BYTES)
+    before = len(network.records)
+    for part in (1.0, 2.0**-10):
+        for name in reversed(SHAPES):
+            reducer.add(_attribute(name), torch.full(SHAPES[name], part * (1 + world.rank), dtype=torch.bfloat16))
+    launched = len(network.records) - before
+    reducer.finish()
+    factor = sum(1 + rank for rank in range(world.size))
     for name, shape in SHAPES.items():
-        ranks = half.ranks if _attribute(name) in small else network.group.ranks
-        wanted = sum(local_gradient(name, shape, rank) for rank in ranks).tolist()
-        got = grad_of(parameters, _attribute(name))
-        expect(f"the gradient of {name}, summed over ranks {list(ranks)}", got, wanted)
+        got, wanted = grad_of(masters, _attribute(name)), torch.full(shape, factor * (1 + 2.0**-10)).tolist()
+        expect(f"the gradient of the float32 master of {name}, a bfloat16 parameter", got, wanted)
+    if world.size > 1:
+        expect("buckets launched inside backward, of float32 masters", launched, len(BUCKETS))
 
 
 @test(points=3, ranks=(2,))
@@ -103,12 +102,12 @@ def launched_inside_backward(answer, world, network):
     """Each bucket is launched as early as possible, the first one in the first half of backward."""
     reducer, _ = reducer_of(answer, world, network)
     backward(reducer, network, world.rank)
-    reducer.finish_reductions()
+    reducer.finish()
     expected = []
     for number, bucket in enumerate(BUCKETS):
-        expected += [f"ready {name}" for name in bucket] + [f"launch {number}"]
+        expected += [f"add {name}" for name in bucket] + [f"launch {number}"]
     happened = [event for event in timeline(network) if not event.startswith("wait")]
-    expect_order(happened, [*expected, "backward is over"])
+    expect_order(happened[: len(expected) + 1], [*expected, "backward is over"])
 
 
 @test(points=3, ranks=(4,))
@@ -117,47 +116,66 @@ def launched_in_index_order(answer, world, network):
     reducer, parameters = reducer_of(answer, world, network)
     backward(reducer, network, world.rank, mixed=True)
     launched = len(network.records)
-    reducer.finish_reductions()
+    reducer.finish()
     sizes = [sum(4 * torch.Size(SHAPES[name]).numel() for name in bucket) for bucket in BUCKETS]
     sent = [record.payload_bytes for record in network.records]
-    near = len(sent) == len(sizes) and all(0 <= a - b <= 4 * len(SHAPES) for a, b in zip(sent, sizes, strict=True))
-    what = (
-        f"one message per bucket, in index order, of {sizes} bytes and at most {4 * len(SHAPES)} more (counted: {sent})"
-    )
-    expect(what, near, True)
+    expect("bytes of the messages, one per bucket, in index order", sent[: len(sizes)], sizes)
+    rest = sum(sent[len(sizes) :])
+    expect(f"at most {16 * len(SHAPES)} bytes after the buckets (counted: {rest})", rest <= 16 * len(SHAPES), True)
     expect("buckets that were launched when backward was over", launched, len(BUCKETS))
     happened = timeline(network)
     for number, bucket in enumerate(BUCKETS):
-        early = [name for name in bucket if happened.index(f"ready {name}") > happened.index(f"launch {number}")]
+        early = [name for name in bucket if happened.index(f"add {name}") > happened.index(f"launch {number}")]
         expect(f"gradients of bucket {number} that come after its launch", early, [])
     sums_are_right(parameters, world)
 
 
 @test(points=3, ranks=(2,))
 def waits_at_the_end(answer, world, network):
-    """The reducer waits for no bucket during backward, and for every bucket in finish_reductions()."""
+    """The reducer waits for no bucket during backward, and for every bucket in finish()."""
     reducer, _ = reducer_of(answer, world, network)
     backward(reducer, network, world.rank)
-    reducer.finish_reductions()
-    network.event("finish_reductions() has returned")
+    reducer.finish()
+    network.event("finish() has returned")
     happened = timeline(network)
     inside = happened[: happened.index("backward is over")]
     expect("waits inside backward", [event for event in inside if event.startswith("wait")], [])
-    ended = happened[happened.index("backward is over") : happened.index("finish_reductions() has returned")]
-    expect(
-        "waits in finish_reductions()",
-        sorted(event for event in ended if event.startswith("wait")),
-        _waits(len(BUCKETS)),
-    )
-    reducer.clear_gradients()
-    reducer.finish_reductions()
+    ended = happened[happened.index("backward is over") : happened.index("finish() has returned")]
+    waits = sorted(event for event in ended if event in _waits(len(BUCKETS)))
+    expect("waits for the buckets in finish()", waits, _waits(len(BUCKETS)))
+    reducer.clear()
+    reducer.finish()
     happened = timeline(network)
-    order = [event.split()[0] for event in happened[happened.index("finish_reductions() has returned") + 1 :]]
-    expect("events of a step without gradients", order, ["launch"] * len(BUCKETS) + ["wait"] * len(BUCKETS))
+    order = [event.split()[0] for event in happened[happened.index("finish() has returned") + 1 :]]
+    wanted = ["launch"] * len(BUCKETS) + ["wait"] * len(BUCKETS)
+    expect("the first events of a step without gradients", order[: len(wanted)], wanted)
 
 
 def _waits(count):
     return [f"wait {number}" for number in range(count)]
+
+
+@test(points=3, ranks=(2,))
+def launched_in_the_last_micro_batch(answer, world, network):
+    """With several micro-batches nothing is sent before the last; a rank with fewer launches in finish()."""
+    reducer, parameters = reducer_of(answer, world, network, per_step=3)
+    for step in range(2):
+        count = 3 if world.rank == step else 2  # of this rank, in this step
+        before = len(network.records)
+        for part in range(count):
+            expect(f"messages before micro-batch {part + 1}", len(network.records) - before, 0)
+            backward(reducer, network, world.rank, step=part)
+        launched = len(network.records) - before
+        expect(f"buckets launched in backward, after {count} of 3 micro-batches", launched, len(BUCKETS) * (count == 3))
+        reducer.finish()
+        for name, shape in SHAPES.items():
+            counts = [3 if rank == step else 2 for rank in range(world.size)]
+            parts = [
+                local_gradient(name, shape, rank, part) for rank in range(world.size) for part in range(counts[rank])
+            ]
+            what = f"the gradient of {name}, with {counts} micro-batches on the ranks"
+            expect(what, grad_of(parameters, _attribute(name)), sum(parts).tolist())
+        reducer.clear()
 
 
 @test(points=3, ranks=(2,))
@@ -169,17 +187,13 @@ def unused_parameters(answer, world, network):
         for step in range(2):
             user = (world.size - 1 + step) % world.size  # another rank in each step
             leave_out = ("never",) if world.rank == user else ("never", "rare")
-            if step:  # of an earlier micro-batch: it is not ready in the last one
-                leave_out = ("never", "rare")
-                if world.rank == user:
-                    reducer.accumulate("rare", local_gradient("rare", (2,), user, step))
             backward(reducer, network, world.rank, shapes, step, leave_out, mixed=True)
-            reducer.finish_reductions()
+            reducer.finish()
             what = f"the gradient of a parameter that only rank {user} used, in step {step + 1}"
             expect(what, grad_of(parameters, "rare"), local_gradient("rare", (2,), user, step).tolist())
             expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
             sums_are_right(parameters, world, step=step)
-            reducer.clear_gradients()
+            reducer.clear()
 
 
 @test(points=3, ranks=(2,))
@@ -189,17 +203,16 @@ def steps_are_independent(answer, world, network):
     for step in range(3):
         if step != 1:
             backward(reducer, network, world.rank, step=step)
-            expect_raises(RuntimeError, reducer.accumulate, "head", local_gradient("head", SHAPES["head"], 0))
-            reducer.finish_reductions()
+            reducer.finish()
             sums_are_right(parameters, world, step=step)
         else:
             names = [name for name in SHAPES if name != "head"]
             backward(
                 reducer, network, world.rank, step=step, shapes={name: SHAPES[name] for name in names[world.rank :]}
             )
-        reducer.clear_gradients()
+        reducer.clear()
         left = [name for name in parameters if parameters[name].grad is not None]
-        expect("parameters with a .grad after clear_gradients()", left, [])
+        expect("parameters with a .grad after clear()", left, [])
 
 
 @test(points=3, ranks=(2,))
@@ -212,7 +225,7 @@ def buffers_in_flight_are_not_reused(answer, world, network):
     backward(reducer, network, world.rank)
     if world.rank == 0:
         send(turn, 1, network.group)
-    reducer.finish_reductions()
+    reducer.finish()
     sums_are_right(parameters, world)
 
 
@@ -224,7 +237,7 @@ def no_second_copy_of_gradients(answer, world, network):
     with PeakMemory() as memory:
         reducer, parameters = reducer_of(answer, world, network, shapes, 10_000)
         backward(reducer, network, world.rank, shapes)
-        reducer.finish_reductions()
+        reducer.finish()
     sums_are_right(parameters, world, shapes)
     # Whatever the answer does, there are the parameters, and a few of one gradient's size while it is being made.
     got, most = memory.peak_bytes - whole, whole + 50_000
@@ -255,25 +268,25 @@ def samples(rank):
 def backward_of_a_model(answer, world, network):
     """With hooks on a model: buckets are launched in the last micro-batch, while backward still computes gradients."""
     count = sum(len(x) for rank in range(world.size) for x in samples(rank))
-    model, last = model_of(0), False
+    model = model_of(0)
     parameters = named_parameters(model)
-    reducer = answer.OverlappedReducer(parameters, replicated_specs(model, network.group.ranks), [network.group], 300)
+    reducer = answer.BucketedReducer(parameters, parameters, network.group, 2, bucket_bytes=300)
     for name, parameter in parameters.items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: network.event(f"gradient of {name}"))
-    register_gradient_hooks(parameters, reducer, lambda: last)
+    register_gradient_hooks(parameters, reducer.add)
     for _ in range(2):  # steps
-        for last, x in zip((False, True), samples(world.rank), strict=True):
-            network.event(f"micro-batch {int(last)}")
+        for number, x in enumerate(samples(world.rank)):
+            network.event(f"micro-batch {number}")
             (model(x).square().sum() / count).backward()
         network.event("backward is over")
-        reducer.finish_reductions()
+        reducer.finish()
         alone = model_of(0)
         every = torch.cat([x for rank in range(world.size) for x in samples(rank)])
         (alone(every).square().sum() / count).backward()
         for name, parameter in named_parameters(alone).items():
             what, got = f"the gradient of {name}, compared with one process", parameters[name].grad
             expect(what, None if got is None else got, parameter.grad, tolerance=1e-14)
-        reducer.clear_gradients()
+        reducer.clear()
     if world.size > 1:
         happened = timeline(network)
         first, over = happened.index("micro-batch 1"), happened.index("backward is over")
@@ -283,8 +296,8 @@ def backward_of_a_model(answer, world, network):
         expect("launches and waits until the gradient of 0.weight, the last one", inside[: len(wanted)], wanted)
 
 
-def make_reducer(answer, parameters, specs, groups, bucket_bytes):
-    return answer.OverlappedReducer(parameters, specs, groups, bucket_bytes)
+def make_reducer(answer, parameters, group, bucket_bytes):
+    return answer.BucketedReducer(parameters, parameters, group, bucket_bytes=bucket_bytes)
 
 
 DECLARATION = declare_reducer(make_reducer, bucket_bytes=Choices((20, 1, 1 << 20)))

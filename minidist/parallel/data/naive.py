@@ -1,41 +1,6 @@
-"""One all-reduce per parameter: the solution, as it stands in minidist.parallel.data.simple.
+"""The plainest gradient reducer: one all-reduce per parameter after backward, for parameters of one dtype without ZeRO.
 
-The replicas stay equal because each applies the same sum. Nothing is divided here: every loss was divided by the
-token count of the global batch, so the sum over the ranks is the gradient of one process, also with unequal parts. A
-rank that skips a parameter it did not use leaves the other ranks waiting. A reducer that gives an unused parameter a
-gradient of zeros instead of None lets weight decay and momentum change it.
-
-The method allocate_sums exists for the next exercise, whose reducer keeps all sums in one flat buffer and inherits
-the rest.
-
-Usual wrong answers:
-* accepts gradients that come after mark_ready()
-* calls the package's reducer
-* returns ones as gradients
-* broadcasts the gradient of the first rank, which is right only for equal ranks
-* reduces in float32, whatever the parameter's dtype
-* divides the sum, on four ranks only
-* all-gathers the gradients and sums locally, with n times the traffic
-* clear_gradients() leaves .grad, to which autograd adds the next gradient
-* all-reduces in the order in which this rank used the parameters, which differs by rank
-* does not clear the sums after a step
-* clears the sums in finish_reductions(), so those of an aborted step remain
-* every micro-batch overwrites the gradient of the one before
-* wrong on the third rank only
-* sends four messages per parameter
-* divides by the number of ranks, although every loss is already divided
-* keeps the local gradients, which is right only for one rank
-* starts with the parameters that this rank used, so ranks call the all-reduces in different orders
-* also reduces the parameter, so replicas change without the optimizer
-* all-reduces in accumulate(), once per micro-batch
-* reduces every gradient a second time, for no purpose
-* keeps the sums in the class, so that all reducers share them
-* a rank decides alone whether a parameter was used
-* a parameter that no rank used gets a gradient of zeros
-* a rank that did not use a parameter skips the collective, and the others wait for ever
-* a parameter counts as used for ever after its first gradient
-* returns zeros as gradients
-* takes a gradient of zeros for an unused parameter
+It is the yardstick for `BucketedReducer`, and the reducers of central and asynchronous servers inherit from it.
 """
 
 from collections.abc import Collection, Mapping

@@ -459,8 +459,7 @@ def _simple_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
 
 def _mixed_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
     """Return what the fast trainer cannot run with the `simple.py` files of its folders in place of its own."""
-    mode, policy, zero = config.consistency.mode, config.precision.policy, config.zero
-    with_zero = f"with zero.stage {zero.stage}"
+    mode, policy = config.consistency.mode, config.precision.policy
     return (
         (
             mesh.pp == 1 or config.parallel.schedule in ("gpipe", "1f1b"),
@@ -478,20 +477,7 @@ def _mixed_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
             f"compile with mesh.tp {mesh.tp} and mesh.cp {mesh.cp}",
             "--no-compile",
         ),
-        (
-            not zero.stage or mesh.dp == mesh.world_size,
-            f"mesh {mesh} {with_zero}",
-            f"--mesh.dp {mesh.world_size} alone",
-        ),
-        (zero.shard is None, f"zero.shard {zero.shard}", "no --zero.shard"),
-        (not zero.keep_gradients, "zero.keep-gradients true", "--zero.no-keep-gradients"),
-        (not zero.stage or config.optim.kind != "muon", f"optim.kind muon {with_zero}", "--optim.kind adamw"),
-        (
-            not zero.stage or not config.fault.live_recovery,
-            f"fault.live-recovery true {with_zero}",
-            "--fault.no-live-recovery",
-        ),
-        (not zero.stage or config.memory.file is None, f"memory.file {with_zero}", "no --memory"),
+        (not config.zero.stage, f"zero.stage {config.zero.stage}", "--engine simple"),
         (not config.zero.offload, "zero.offload true", "--zero.no-offload"),
         (
             resolve_policy(config.precision).uniform,

@@ -52,8 +52,6 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
     ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
     ("zero.keep_last_block comm.bucket_mib", lambda c, m: c.engine == "fast" or not c.zero.stage,
      "engine is {engine}, whose ZeRO has no buckets and keeps no block"),
-    ("zero.prefetch", lambda c, m: c.engine != "mixed" or not c.zero.stage,
-     "engine is mixed, whose ZeRO gathers no block ahead"),
     ("checkpoint.background", lambda c, m: c.engine != "simple", "engine is simple, which saves in the foreground"),
     ("precision.initial_scale precision.growth_interval precision.max_overflows",
      lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),

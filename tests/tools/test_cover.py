@@ -32,11 +32,11 @@ IMPOSSIBLE |= {
     )
 }
 # The mixed engine has no masters, and versions of its own for some kinds of gradient reduction only.
-MIXED_GRADIENTS = ("bucketed", "zero1", "zero2", "zero3", "zero3-freed")
+MIXED_GRADIENTS = ("bucketed",)
 IMPOSSIBLE |= {("dtype", half, "engine", "mixed") for half in ("bf16", "fp16")}
 IMPOSSIBLE |= {("gradients", kind, "engine", "mixed") for kind in SWITCHES["gradients"] if kind not in MIXED_GRADIENTS}
 # What the simple engine leaves out.
-SIMPLE_GRADIENTS = {*MIXED_GRADIENTS, "naive", "local", "diloco"}
+SIMPLE_GRADIENTS = {"naive", "bucketed", "zero1", "zero2", "zero3", "zero3-freed", "local", "diloco"}
 IMPOSSIBLE |= {("gradients", kind, "engine", "simple") for kind in {*SWITCHES["gradients"]} - SIMPLE_GRADIENTS}
 IMPOSSIBLE |= {("optimizer", "muon", "engine", "simple"), ("recompute", "selective", "engine", "simple")}
 

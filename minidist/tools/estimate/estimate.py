@@ -101,18 +101,13 @@ def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
     """Estimate memory, FLOPs and bytes sent of one training step on each of `world_size` ranks, by formulas.
 
     t_comm: time of a transfer between pipeline stages, as a multiple of the forward of the costliest model chunk.
-    Raises UserError for a run that `minidist train` would refuse, for the simple engine, and for the mixed one's ZeRO.
+    Raises UserError for a run that `minidist train` would refuse, and for the simple engine.
     """
     layout = plan_layout(config, world_size)
     if config.engine == "simple":
         raise UserError(
             "engine is simple, which has no estimate: give --engine fast. Parameters, gradients and optimizer states "
             "take as many bytes, up to padding; temporary buffers and some transfers differ."
-        )
-    if config.engine == "mixed" and config.zero.stage:
-        raise UserError(
-            f"engine is mixed and zero.stage is {config.zero.stage}, which have no estimate: give --engine fast. "
-            "Parameters, gradients and optimizer states take as many bytes, up to padding; temporary buffers differ."
         )
     traffic = Traffic(layout)
     stages = [_Stage(layout, traffic, stage) for stage in range(layout.mesh.pp)]

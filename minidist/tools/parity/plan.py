@@ -120,9 +120,9 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
     """Which dtypes, gradient reductions and engines go together in a layout.
 
     Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The mixed
-    engine goes with full precision and the reductions that it has a version of its own for (`validate` accepts them),
-    and in ZeRO not with Muon. The synchronization modes in which a rank has its own gradients go with SGD, without
-    clipping, which would be by a rank's own norm; their resumption is tested elsewhere.
+    engine goes with full precision and the reductions that it has a version of its own for (`validate` accepts them).
+    The synchronization modes in which a rank has its own gradients go with SGD, without clipping, which would be by a
+    rank's own norm; their resumption is tested elsewhere.
     """
     full = tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)
     reductions = tuple(kind for kind in switches["gradients"] if kind not in WITH_OWN_GRADIENTS)
@@ -139,12 +139,8 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
         family = {"dtype": full, "engine": ("mixed",)}
         if _refusal(layout, **values, dropout=switches["dropout"][-1]) is not None:
             family["dropout"] = switches["dropout"][:1]
-        optimizers = tuple(kind for kind in switches["optimizer"] if kind != "muon")
-        for kinds, more in (
-            (tuple(kind for kind in simple if not kind.startswith("zero")), {}),
-            (tuple(kind for kind in simple if kind.startswith("zero")), {"optimizer": optimizers}),
-        ):
-            families += [{**family, "gradients": kinds, **more}] if kinds else []
+        if simple:
+            families.append({**family, "gradients": simple})
     if "simple" in switches["engine"]:
         families += _simple_families(layout, switches)
     return families

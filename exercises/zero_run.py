@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down, self.gate = nn.Linear(3, width), nn.Linear(width, 3), nn.Parameter(torch.zeros(()))
+        self.up, self.down, self.gate = nn.Linear(3, width), nn.Linear(width, 3), nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.gate * self.down(torch.tanh(self.up(hidden)))

@@ -94,7 +94,7 @@ class Replica:
         self.zero = stage(parameters, parameters, blocks_of(self.model), group, **options)
         self.optimizer = torch.optim.AdamW(list(self.zero.masters.values()), **ADAMW)
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | Block):
                 module.register_forward_pre_hook(lambda *_, m=module, n=name: expect_memory(m, f"the forward of {n}"))
                 if name != "first":  # torch warns of a backward hook where no input requires a gradient
                     module.register_full_backward_pre_hook(
@@ -192,9 +192,9 @@ def padded_elements(size: int, model: Net) -> list[int]:
     return [-(-numel // size) * size for numel in numels]
 
 
-def expect_memory(module: nn.Linear, when: str) -> None:
-    """Fail if the storage of a module's weight was freed."""
-    if module.weight.untyped_storage().nbytes() == 0:
+def expect_memory(module: nn.Module, when: str) -> None:
+    """Fail if the storage of one of a module's parameters was freed: reading it would kill the process."""
+    if any(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters()):
         raise Wrong("wrong", f"{when} begins, and its parameters have no memory")
 
 

@@ -46,6 +46,8 @@ def flat_of(answer, group, shapes, dtype=torch.float64, own_shard=False):
     flat = answer.FlatParameter(given, masters, group, own_shard)
     expect("the names in the given dictionary, which is the caller's", list(given), list(shapes))
     expect("the names of the given masters", list(masters), ["other", *shapes])
+    given.clear()
+    expect("the names in the attribute `parameters`", list(flat.parameters), list(shapes))
     return flat, parameters
 
 
@@ -207,6 +209,11 @@ def gathers_and_frees(answer, world, network):
                 if n == name
             ]
             expect(f"the parameter {name} after gather {turn + 1}", parameter.detach().flatten().tolist(), elements)
+    before = len(network.records)
+    empty, _ = flat_of(answer, network.group, {"nothing": (0, 3)}, own_shard=True)
+    for step in (empty.free, empty.start_gather, empty.wait, empty.free):
+        step()
+    expect("operations launched for a buffer without elements", len(network.records) - before, 0)
     if world.size > 1:
         order = timeline(network)
         at_mark = order.index("after start_gather")

@@ -71,7 +71,7 @@ class FlatParameter:
 
     def start_gather(self) -> None:
         """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
-        if self.full.untyped_storage().size() == 0:
+        if self.full.untyped_storage().size() < self.full.nbytes:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
 

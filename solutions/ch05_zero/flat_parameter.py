@@ -22,6 +22,7 @@ Usual wrong answers:
 * lists parameters that only touch the shard, with empty slices
 * start_gather returns when the gather has ended
 * gathers a buffer that has its values
+* launches an all-gather even for a buffer without elements
 * the summed gradient has the dtype of the parameters
 * makes the masters from the rounded buffer
 * the master is a view of all masters, which stay in memory
@@ -95,7 +96,7 @@ class FlatParameter:
 
     def start_gather(self) -> None:
         """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
-        if self.full.untyped_storage().size() == 0:
+        if self.full.untyped_storage().size() < self.full.nbytes:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
 

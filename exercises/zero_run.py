@@ -1,7 +1,8 @@
 """A small model trained under a ZeRO stage on every rank, and the same training on one process, both in float64."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,6 @@ from torch import Tensor, nn
 from exercises.expected_shards import shard_elements
 from exercises.testing import Wrong, expect
 from minidist.comm import Group, all_gather_object
-from minidist.parallel.data.reducer import register_gradient_hooks
-from minidist.parameters import named_parameters
 
 ADAMW = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 TOLERANCE = 1e-11  # float64; another order of the sum over the ranks, times lr / eps
@@ -24,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up, self.down, self.gate = nn.Linear(3, width), nn.Linear(width, 3), nn.Parameter(torch.zeros(()))
+        self.up, self.down, self.gate = nn.Linear(3, width), nn.Linear(width, 3), nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.gate * self.down(torch.tanh(self.up(hidden)))
@@ -56,14 +55,14 @@ class Net(nn.Module):
 
 
 def names_by_block(model: Net) -> list[list[str]]:
-    """The names of the parameters of each flat parameter: of the last block first, of all others last."""
+    """The names of the parameters of each flat parameter: of the blocks in the order of forward, of all others last."""
     names = [name for name, _ in model.named_parameters()]
     blocks = [[name for name in names if name.startswith(f"layers.{index}.")] for index in range(LAYERS)]
-    return [*reversed(blocks), [name for name in names if not name.startswith("layers.")]]
+    return [*blocks, [name for name in names if not name.startswith("layers.")]]
 
 
 def blocks_of(model: Net) -> dict[nn.Module, list[str]]:
-    return dict(zip(model.layers, reversed(names_by_block(model)[:-1]), strict=True))
+    return dict(zip(model.layers, names_by_block(model)[:-1], strict=True))
 
 
 def batches(step: int, rank: int, size: int, count: int = MICRO_BATCHES) -> list[Tensor]:
@@ -83,36 +82,51 @@ def loss_of(model: Net, data: Tensor) -> Tensor:
 class Replica:
     """A model on this rank under a ZeRO stage, with an optimizer of its masters.
 
-    stage: the class. Every rank's model starts from other values.
+    stage: the class, which is called with `options`. Every rank's model starts from other values, if not starts_equal.
     """
 
-    def __init__(self, stage: type, group, width: int = 5):
-        self.group, self.model = group, Net(group.rank, width)
-        self.zero = stage(self.model, blocks_of(self.model), group)
+    runs_empty = False  # whether a rank without samples runs forward and backward as well: in stage 3, which gathers
+    starts_equal = False
+
+    def __init__(self, stage: type, group: Group, width: int = 5, **options):
+        self.group, self.model = group, Net(0 if self.starts_equal else group.rank, width)
+        parameters = dict(self.model.named_parameters())
+        self.zero = stage(parameters, parameters, blocks_of(self.model), group, **options)
         self.optimizer = torch.optim.AdamW(list(self.zero.masters.values()), **ADAMW)
-        self.is_last = False
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | Block):
                 module.register_forward_pre_hook(lambda *_, m=module, n=name: expect_memory(m, f"the forward of {n}"))
                 if name != "first":  # torch warns of a backward hook where no input requires a gradient
                     module.register_full_backward_pre_hook(
                         lambda *_, m=module, n=name: expect_memory(m, f"the backward of {n}")
                     )
-        register_gradient_hooks(
-            named_parameters(self.model), self.zero, lambda: self.zero.reduces_each_micro_batch or self.is_last
-        )
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self.zero.add(name, gradient)
 
     def run_backward(self, step: int, count: int = MICRO_BATCHES) -> None:
-        """Run the forward and backward of all micro-batches; a rank without samples runs them in stage 3 only."""
-        for number, data in enumerate(batches(step, self.group.rank, self.group.size, count)):
-            self.is_last = number == count - 1
-            if len(data) or self.zero.gatherer:
+        """Run the forward and backward of all micro-batches of a step, as the trainer does."""
+        self.zero.clear()
+        self.zero.gather_root()
+        for data in batches(step, self.group.rank, self.group.size, count):
+            if len(data) or self.runs_empty:
                 loss_of(self.model, data).backward()
-            self.zero.finish_micro_batch()
+            self.zero.end_micro_batch()
 
     def train(self, step: int, count: int = MICRO_BATCHES) -> None:
         self.run_backward(step, count)
-        self.zero.step(self.optimizer)
+        self.zero.finish()
+        self.optimizer.step()
+        self.zero.update_parameters()
+
+
+class FullyShardedReplica(Replica):
+    """A model under stage 3, whose ranks all run every micro-batch, because they gather parameters together."""
+
+    runs_empty = True
 
 
 class Reference:
@@ -178,9 +192,9 @@ def padded_elements(size: int, model: Net) -> list[int]:
     return [-(-numel // size) * size for numel in numels]
 
 
-def expect_memory(module: nn.Linear, when: str) -> None:
-    """Fail if the storage of a module's weight was freed."""
-    if module.weight.untyped_storage().nbytes() == 0:
+def expect_memory(module: nn.Module, when: str) -> None:
+    """Fail if the storage of one of a module's parameters was freed: reading it would kill the process."""
+    if any(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters()):
         raise Wrong("wrong", f"{when} begins, and its parameters have no memory")
 
 
@@ -190,19 +204,33 @@ def expect_about(when: str, got: int, wanted: int) -> None:
         raise Wrong("wrong", f"KiB of tensors {when}", f"about {wanted // KIB}", str(got // KIB), case="2 ranks")
 
 
-@contextlib.contextmanager
-def expect_sent(replica: Replica, network, elements: Sequence[int], case: str) -> Iterator[None]:
-    """Fail unless the ranks send (ranks - 1) times `elements`, at least and at most, in the block.
+def expect_gradients(replica: Replica, wanted: dict[str, Tensor | None], case: str) -> None:
+    """Fail unless each master's `.grad` has this rank's elements of the gradient; None for an unused parameter.
 
-    Besides, they may sum some flags per parameter.
+    wanted: as from `Reference.gradients`.
     """
+    own = own_elements(replica.group.size, replica.group.rank, replica.model)
+    expect("the names of this rank's masters", sorted(replica.zero.masters), sorted(own))
+    for name, elements in own.items():
+        got, told = replica.zero.masters[name].grad, f"{case}, elements {elements[0]} to {elements[-1]} of {name}"
+        if wanted[name] is None:
+            expect("the gradient of a parameter that no rank used", got, None, case=told)
+            continue
+        expected = wanted[name].flatten()[elements]
+        if not isinstance(got, Tensor):
+            raise Wrong("wrong", "the gradient of the master", str(expected.tolist())[:90], str(got), case=told)
+        expect("the gradient of the master", got, expected, case=told, tolerance=TOLERANCE)
+
+
+@contextlib.contextmanager
+def expect_sent(replica: Replica, network, elements: int, case: str) -> Iterator[None]:
+    """Fail unless the ranks send (ranks - 1) times `elements` in the block, and besides at most some flags."""
     before, others = len(network.records), replica.group.size - 1
     yield
     sent = sum(all_gather_object(sum(r.wire_bytes for r in network.records[before:]), replica.group))
-    least, most = (others * numel * 8 for numel in elements)
-    flags = 2 * others * (len(list(replica.model.parameters())) + 8 * LAYERS) * 8
-    if not least <= sent <= most + flags:
-        told = f"{least} to {most + flags}: (ranks - 1) times the gradients and parameters, and a few flags"
+    least, flags = others * elements * 8, 2 * others * (len(list(replica.model.parameters())) + 8 * LAYERS) * 8
+    if not least <= sent <= least + flags:
+        told = f"{least} to {least + flags}: (ranks - 1) times the gradients and parameters, and a few flags"
         raise Wrong("wrong", "bytes that all ranks send in a step", told, str(sent), case=case)
 
 

@@ -40,8 +40,6 @@ from minidist.process_groups import (
 )
 from minidist.recompute import apply_recomputation
 from minidist.zero.build import ZeroReducerBuilder
-from minidist.zero.plan import block_index
-from minidist.zero.simple import ZeroStage1, ZeroStage2, ZeroStage3
 
 __all__ = [
     "DEFAULT_GROUP_SPECS",
@@ -166,8 +164,6 @@ def _reducer(
     reduction_groups = [
         with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
     ]
-    if config.engine == "mixed" and config.zero.stage:
-        return _simple_zero(model, config.zero.stage, groups["grads"])
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
         if config.consistency.mode == "central":
@@ -176,18 +172,6 @@ def _reducer(
             return AsynchronousReducer(parameters, specs, groups, config)
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
-
-
-def _simple_zero(model: nn.Module, stage: int, group: Group) -> ZeroStage1:
-    """Return the simple reducer of a ZeRO stage, 1 to 3; the parameters of the Transformer `model` become views.
-
-    group: the ranks over which the flat parameters are sharded.
-    """
-    names: dict[int, list[str]] = {index: [] for index in range(len(model.model.layers))}
-    for name in named_parameters(model):
-        names.setdefault(block_index(name), []).append(name)
-    blocks = {layer: names[index] for index, layer in enumerate(model.model.layers)}
-    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, blocks, group)
 
 
 def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:

@@ -1,18 +1,21 @@
-"""Tests of zero_stage_two: as those of zero_stage_one, and what is in memory while backward runs."""
+"""Tests of zero_stage_two: as those of zero_stage_one, and what is in memory and sent while backward runs."""
+
+import torch
 
 from exercises.observations import LiveTensorMemory
-from exercises.testing import expect, expect_raises, test
+from exercises.testing import expect, test
 from exercises.zero_run import (
-    TOLERANCE,
+    LAYERS,
     WIDTH,
     Reference,
     Replica,
     batches,
     expect_about,
     expect_equals_one_process,
+    expect_gradients,
     expect_sent,
     loss_of,
-    own_elements,
+    names_by_block,
     padded_elements,
 )
 
@@ -26,62 +29,99 @@ def equals_one_process(answer, world, network):
 @test(points=2, ranks=(1, 3))
 def micro_batches_add_up(answer, world, network):
     """With 1, 2 and 4 micro-batches the reduced gradients are the sums over all of them, and over all ranks."""
-    own = own_elements(world.size, world.rank, Replica(answer.ZeroStage2, network.group).model)
+    mine, one = Replica(answer.ZeroStage2, network.group), Reference(world.size)
     for count in (1, 2, 4):
-        mine, one = Replica(answer.ZeroStage2, network.group), Reference(world.size)
         mine.run_backward(0, count)
-        mine.zero.finish_reductions()
-        wanted = one.gradients(0, count)
-        for name, gradient in mine.zero.gradients().items():
-            expected = None if wanted[name] is None else wanted[name].flatten()[own[name]]
-            case = f"{count} micro-batch{'es' * (count > 1)}"
-            expect(f"the gradient of {name}", gradient, expected, case=case, tolerance=TOLERANCE)
+        mine.zero.finish()
+        expect_gradients(mine, one.gradients(0, count), f"{count} micro-batch{'es' * (count > 1)}")
 
 
 @test(points=4, ranks=(2,))
 def full_gradients_of_one_block(answer, world, network):
-    """When the backward of a block begins, the gradients of the blocks behind it are shards; after it, all are."""
+    """When the backward of a block begins, and after each micro-batch, no block has full gradients."""
     with LiveTensorMemory() as memory:
         mine = Replica(answer.ZeroStage2, network.group, WIDTH)
-        model = memory.nbytes()
-        block, seen = sum(p.numel() for p in mine.model.layers[0].parameters()) * 8, []
+        sharded, seen = memory.nbytes(), []
+        model = sum(parameter.numel() for parameter in mine.model.parameters()) * 8
         for layer in mine.model.layers:
             layer.down.register_full_backward_pre_hook(lambda *_: seen.append(memory.nbytes()))
-        for micro_batch in (1, 2):
-            seen.clear()
-            loss_of(mine.model, batches(0, world.rank, world.size, 1)[0][:1]).backward()
-            before = model + (3 * block // 2 if micro_batch == 2 else 0)
-            for done, got in enumerate(seen):
-                wanted = before + (done * block // 2 if micro_batch == 1 else 0)
-                expect_about(f"after the backward of {done} of 3 blocks, micro-batch {micro_batch}", got, wanted)
-            mine.zero.finish_micro_batch()
-            expect_about(f"after micro-batch {micro_batch}", memory.nbytes(), model + 3 * block // 2)
-        mine.zero.step(mine.optimizer)
-        expect_about("after the step", memory.nbytes(), 2 * model)
+        for step in range(2):
+            mine.zero.clear()
+            states = model * step
+            for micro_batch in (1, 2):
+                seen.clear()
+                loss_of(mine.model, batches(0, world.rank, world.size, 1)[0][:1]).backward()
+                for done, got in enumerate(seen):
+                    when = f"after the backward of {done} of 3 blocks, micro-batch {micro_batch} of step {step + 1}"
+                    expect_about(when, got, sharded + states)
+                mine.zero.end_micro_batch()
+                expect_about(f"after micro-batch {micro_batch} of step {step + 1}", memory.nbytes(), sharded + states)
+            mine.zero.finish()
+            mine.optimizer.step()
+            mine.zero.update_parameters()
 
 
 @test(points=3, ranks=(2, 3, 4))
 def one_reduce_scatter_per_micro_batch(answer, world, network):
-    """k micro-batches send k reduce-scatters of each flat parameter, and one all-gather after the update."""
+    """k micro-batches send k reduce-scatters of each block and one of the root, and one all-gather of each."""
     mine = Replica(answer.ZeroStage2, network.group)
-    numel = sum(padded_elements(world.size, mine.model))
+    *blocks, root = padded_elements(world.size, mine.model)
     for step, count in enumerate((1, 2, 4)):
-        with expect_sent(mine, network, [(count + 1) * numel] * 2, f"{count} micro-batch{'es' * (count > 1)}"):
+        elements, case = (count + 1) * sum(blocks) + 2 * root, f"{count} micro-batch{'es' * (count > 1)}"
+        with expect_sent(mine, network, elements, case):
             mine.train(step, count)
 
 
-@test(points=2, ranks=(2,))
-def late_gradients_are_refused(answer, world, network):
-    """A gradient of a block whose backward is over raises RuntimeError; the next micro-batch may have one again."""
-    mine, happened = Replica(answer.ZeroStage2, network.group), []
+class Reductions:
+    """Follows which blocks a reducer has reduced, when every gradient that is added consists of ones."""
 
-    def late(*_):
-        gradient = mine.model.layers[2].gate.detach().clone()
-        happened.append(expect_raises(RuntimeError, mine.zero.accumulate, "layers.2.gate", gradient))
+    def __init__(self, zero, network, world):
+        self.zero, self.network, self.world = zero, network, world
+        self.launched, self.sums = 0, [0.0] * LAYERS
 
-    mine.model.layers[1].down.register_full_backward_pre_hook(late)
-    for _ in range(2):
-        loss_of(mine.model, batches(0, world.rank, world.size, 1)[0]).backward()
-        mine.zero.finish_micro_batch()
-    expect("how often a late gradient was refused", len(happened), 2)
-    mine.zero.step(mine.optimizer)
+    def expect(self, blocks: list[int], when: str) -> None:
+        """Fail unless these blocks have been reduced since the last call."""
+        launched = sum(record.name == "reduce_scatter" for record in self.network.records)
+        wanted = len(blocks) * (self.world.size > 1)
+        expect(f"the number of reduce-scatters {when}", launched - self.launched, wanted)
+        self.launched = launched
+        for index in blocks:
+            self.sums[index] += self.world.size
+        sums = [float(flat.grad[0]) for flat in self.zero.blocks]
+        expect(f"the first element of each block's summed gradient {when}", sums, self.sums)
+
+
+@test(points=4, ranks=(1, 2))
+def reduced_from_the_last_block_on(answer, world, network):
+    """Each block is reduced when its last gradient is added, unless a later block waits; then after that one."""
+    mine = Replica(answer.ZeroStage2, network.group)
+    *blocks, root = names_by_block(mine.model)
+    parameters, zero = dict(mine.model.named_parameters()), mine.zero
+
+    def add(names):
+        for name in names:
+            zero.add(name, torch.ones_like(parameters[name]))
+
+    zero.clear()
+    reductions = Reductions(zero, network, world)
+    for turn in ("first", "second"):
+        where = f"in the {turn} micro-batch"
+        add(root)
+        add(reversed(blocks[2][1:]))
+        reductions.expect([], f"before the last gradient of block 2, {where}")
+        add(blocks[2][:1])
+        reductions.expect([2], f"after the last gradient of block 2, {where}")
+        add(blocks[0])
+        reductions.expect([], f"after all gradients of block 0, and before those of block 1, {where}")
+        add(blocks[1])
+        reductions.expect([1, 0], f"after all gradients of block 1, {where}")
+        zero.end_micro_batch()
+        reductions.expect([], f"at the end {where}")
+    add(blocks[1])
+    reductions.expect([], "after the gradients of block 1 only, in the third micro-batch")
+    zero.end_micro_batch()
+    got = [float(flat.grad[0]) for flat in zero.blocks]
+    wanted = [total + world.size * (index == 1) for index, total in enumerate(reductions.sums)]
+    expect("the first element of each block's summed gradient after the third micro-batch", got, wanted)
+    zero.finish()
+    expect("the first element of the root's summed gradient", float(zero.root.grad[0]), 2.0 * world.size)

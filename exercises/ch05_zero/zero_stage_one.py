@@ -1,75 +1,90 @@
 """ZeRO stage 1: update a shard, gather the parameters.
 
-In stage 1 each rank has the optimizer states of its shards only. Write the class that sums the gradients of all ranks
-into shards, lets any torch optimizer update the rank's shards, and gathers the updated parameters.
+In stage 1 each rank has the optimizer states of its shards only. Write the gradient reducer that sums the gradients of
+all ranks into shards, gives them to the masters that an optimizer updates, and gathers the updated parameters.
 
-model: its parameters become views of flat parameters. blocks: {layer: names of its parameters}. Autograd hooks call
-accumulate(name, grad), several times per step and parameter, and then mark_ready(name). masters: {name: (m,) slice of a
-shard}; after finish_reductions `.grad` is None or (m,), and any torch.optim optimizer of the masters may step.
+parameters, masters: {name: tensor}. blocks: {layer: names of its parameters}; the names in no block belong to the root.
+Each block is one FlatParameter and the root another; `blocks` lists the former, in order, `root` is None if every
+parameter is in a block, `flat_params` lists all. masters, in NaiveReducer: {name: its slice of a flat parameter's
+`master`}, only of parameters in this rank's shards. The trainer calls, in this order: clear; add, for each micro-batch;
+finish (of NaiveReducer: calls reduce_sums, sums one flag per parameter over the ranks, and gives each master its sum as
+`.grad`, or None if no rank used the parameter); the optimizer's step; update_parameters. If shards_parameters is True,
+as in stage 3 (exercise 5.5), update_parameters frees every flat parameter, whose values are old, and gathers none.
 Example: 2 ranks, no block, one parameter w = [1, 2, 3], SGD with learning rate 1; the flat parameter is [1, 2, 3, 0].
-    accumulate("w", ...)   [1, 1, 1] on rank 0, [1, 2, 3] on rank 1
-    masters["w"]           rank 0: [1, 2] with the gradient [2, 3], rank 1: [3] with the gradient [4]
-    after step             w is [-1, -1, -1] on both ranks, and no gradient is left
+    add("w", ...)             [1, 1, 1] on rank 0, [1, 2, 3] on rank 1: each keeps its own in `local`
+    finish()                  the masters' gradients are [2, 3] on rank 0 and [4] on rank 1; `local` is empty
+    the optimizer             the masters become [-1, -1] and [-1]
+    update_parameters()       w is [-1, -1, -1] on both ranks
 
 Checked: parameters after three steps on 1 to 4 ranks against AdamW on the whole model in float64, with unequal
-micro-batches, a rank without samples, a parameter that only one rank uses, one that none uses (its gradient is None)
-and ranks that start from other values; the gradients of the masters; the moments of each rank; bytes sent: one
-reduce-scatter and one all-gather per flat parameter and step, and an all-reduce of one flag per parameter; memory.
+micro-batches, a rank without samples, a parameter that only one rank uses, one that none uses and ranks that start from
+other values; root, blocks and flat_params; the gradients of the masters, None after clear; sums and updates in the
+masters' dtype, if it is wider; that `add` leaves the given gradient unchanged; update_parameters of a subclass with
+shards_parameters; the moments of each rank; bytes sent: one reduce-scatter and one all-gather per flat parameter and
+step; memory: no full gradient stays after finish.
 
 You may call:
-    FlatParameter(parameters, group)   as in exercise 5.2: full, shard, slices, specs, flatten(tensors), grad
-    reduce_scatter(output, input, group)   sums (size * n,) over the ranks; output (n,) gets this rank's shard
-    all_gather(output, input, group)   concatenates the (n,) of all ranks in (size * n,), which may contain the input
-    all_reduce(tensor, group)   replaces the tensor by its sum over the ranks
-    named_parameters(model), trainable_parameters(parameters)   dictionaries by name; optimizer.step()
+    FlatParameter(parameters, masters, group, own_shard)   as in exercise 5.2; own_shard is self.shards_parameters
+    flat.full, flat.shard, flat.master, flat.grad, flat.places, flat.parameters   its attributes
+    flat.flatten(tensors, like), flat.free()   its methods
+    reduce_scatter(output, input, group)   sums (n * size,) over the n ranks; output (size,) gets this rank's shard
+    all_gather(output, input, group)   concatenates the (size,) of all ranks in (n * size,), which may contain the input
+    super().__init__(parameters, masters, group)   of NaiveReducer: calls allocate_sums() and clear()
+    self.sums   {name: what became of allocate_sums}; super().clear() sets them to zero, and self.num_added to 0
+    self.num_added[name]   how many gradients `add` has added in this step; 0: this rank did not use the parameter
 
 Check it with: python -m exercises check zero_stage_one
 
-Stub 58c219df.
+Stub bc5e408c.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minidist.comm import Group, all_gather, all_reduce, reduce_scatter
-from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
-from minidist.parameters import named_parameters
-from minidist.zero.simple import FlatParameter
+from minidist.comm import Group, all_gather, reduce_scatter
+from minidist.simple.data_parallel import NaiveReducer, Tensors
+from minidist.simple.zero import Blocks, FlatParameter
 
 
-class ZeroStage1(GradientReducer):
-    """Each rank updates its shard of every flat parameter only, and so has optimizer states for this shard only.
+class ZeroStage1(NaiveReducer):
+    """Each rank updates its shard of every flat parameter, and so has optimizer states of this shard only.
 
-    blocks: the layers of `model` in the order of forward, each with the names of the parameters that only it uses.
-    flat_params: of the blocks, the last one first, then of all other parameters. masters: slices of this rank's shards
-    by name, for the optimizer. ready: names after `mark_ready`. num_reduced: how many flat gradients are reduced.
+    parameters, masters, group: as in `data_parallel.NaiveReducer`. blocks: the layers of the model; all other
+    parameters, of the embedding, the final norm and the head, are in the root.
+
+    root: the flat parameter of the root, None on a pipeline stage without one. blocks: those of the blocks. masters:
+    this rank's elements of each parameter, flat, which the optimizer updates. local: the gradients that are not yet
+    reduced, by name.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, Sequence[str]], group: Group):
-        raise NotImplementedError("make the flat parameters, masters and specs")
+    shards_parameters = False
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: reduce, update and gather. optimizer: of the `masters`."""
-        raise NotImplementedError("reduce, update and gather")
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group):
+        raise NotImplementedError("make the flat parameters of the blocks and of the root, and the masters")
 
-    def accumulate(self, name: str, grad: Tensor) -> None:
-        raise NotImplementedError("keep the gradient, or add it to the earlier one")
+    def allocate_sums(self) -> dict[str, Tensor]:
+        """Return each master's slice of the gradient of its flat parameter, by name."""
+        raise NotImplementedError("return the place of each master's gradient")
 
-    def mark_ready(self, name: str) -> None:
-        raise NotImplementedError("note the name")
+    def clear(self) -> None:
+        """Forget all gradients; call it before every step."""
+        raise NotImplementedError("forget the sums and the local gradients")
 
-    def reduce_until(self, number: int) -> None:
-        """Collective: reduce the first `number` flat gradients, except those that have been reduced already."""
-        raise NotImplementedError("reduce the flat gradients up to this number")
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the local gradient of one micro-batch to the sum of parameter `name`."""
+        raise NotImplementedError("count the gradient, and keep it or add it to the earlier ones")
 
-    def finish_reductions(self) -> None:
-        """Collective: reduce all gradients; set `.grad` of the masters, to None for a parameter that no rank used."""
-        raise NotImplementedError("reduce all gradients, and give each master its own")
+    def reduce(self, flat: FlatParameter) -> None:
+        """Collective: reduce-scatter the local gradients of a flat parameter, and add the result to its `grad`."""
+        raise NotImplementedError("reduce the gradients of one flat parameter")
 
-    def gather_params(self) -> None:
-        raise NotImplementedError("gather the updated shards")
+    def reduce_sums(self) -> None:
+        """Collective: reduce all flat parameters, in the same order on all ranks."""
+        raise NotImplementedError("reduce all of them")
 
-    def clear_gradients(self) -> None:
-        raise NotImplementedError("drop all gradients")
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        """Collective: round the masters to the shards, and all-gather these; stage 3 gathers them when needed."""
+        raise NotImplementedError("write the masters to the shards, and gather these")

@@ -1,57 +1,66 @@
 """ZeRO stage 3: gather parameters before use, free them after.
 
 In stage 3 a rank stores its shard of the parameters only. Extend stage 2: gather the parameters of a block before its
-forward and again before its backward, and free them after each, although the model and autograd still refer to them.
+forward and again before its backward, with the next block's already in flight, and free them after each.
 
-model, blocks, group: as in stage 1. The last of flat_params has the parameters outside all blocks: they are gathered
-while the model itself runs. gatherer: this object, which tells the trainer that all ranks must run every micro-batch.
-Example: blocks 0, 1 and 2 of 1 MB, little else, 4 ranks. Parameters in memory:
-    between steps  0.75 MB      in forward and backward of any block  1.75 MB      in stages 1 and 2  3 MB
-    full.untyped_storage().nbytes()   0 after free(flat), and full.numel() * full.element_size() after gather(flat)
+parameters, masters, blocks, group: as in stage 1; a key of `blocks` is the module that gets hooks. gather_block(index,
+following) gathers block `index` before it computes and, with prefetch, starts the gather of block `following`, if there
+is one: the next in forward, the one before in backward. `reduce` also frees the block, whose backward is over. The
+trainer calls gather_root before the first micro-batch of a step or an evaluation, which gathers the root until its
+reduction, and free_root after an evaluation, which frees everything. Between steps, and after the constructor, nothing
+has memory but shards; update_parameters of stage 1 then gathers nothing, because shards_parameters is True.
+Example: blocks 0, 1 and 2, with prefetch. A block's memory is allocated when its gather starts.
+    the forward of block  0 computes: 0 and 1 have memory, 1 in flight   1: 1 and 2    2: 2
+    the backward of block 2 computes: 2 and 1 have memory, 1 in flight   1: 1 and 0    0: 0
+    of 1 MB each, on 4 ranks: 0.75 MB of parameters between steps, at most 2.75 MB while a block computes
 
-Checked: masters and outputs over three steps on 1 to 4 ranks against AdamW on the whole model in float64, with ranks
-that start from other values; memory before the first step, in the forward and backward of each block in two
-micro-batches, between steps, after a forward under no_grad and after gather_all; bytes sent: at most two all-gathers
-and one reduce-scatter per flat parameter and micro-batch, and nothing after the update.
+Checked: masters and outputs over three steps on 1 to 4 ranks against AdamW on the whole model in float64, with and
+without prefetch, ranks that start from other values, and ranks without samples, which run every micro-batch; memory
+before the first step, in the forward and backward of each block in two micro-batches, between steps; which blocks have
+memory and how many gathers are in flight when a block begins to compute; bytes sent: two all-gathers and one
+reduce-scatter per block and micro-batch, one of each for the root, nothing after the update; free_root after forwards
+under no_grad and after gather_block(0, 1), which leaves no gather that nobody waited for.
 
 You may call:
-    tensor.untyped_storage().resize_(nbytes)   frees memory (0) or allocates it anew; views of the tensor stay views
-    all_gather(output, input, group)   concatenates the (n,) of all ranks in (size * n,)
+    flat.start_gather(), flat.wait(), flat.free()   as in exercise 5.2; start_gather does nothing if it has memory
+    self.blocks[index], self.root, self.flat_params   as in stage 1: flat parameters; the root may be None
     module.register_forward_pre_hook(hook), module.register_forward_hook(hook)   before and after its forward
-    module.register_full_backward_pre_hook(hook)   before its backward; hooks run in the order of registration
-    tensor.clone(); tensor.data = other   gives the same tensor object other memory
+    module.register_full_backward_pre_hook(hook)   before its backward; each calls hook(module, ...)
+    super().reduce(flat)   that of stage 1
 
 Check it with: python -m exercises check zero_stage_three
 
-Stub 1a15b511.
+Stub e2da3fdc.
 """
 
-from collections.abc import Mapping, Sequence
-
-from torch import nn
-
-from minidist.comm import Group, all_gather
-from minidist.parallel.data.reducer import GradientReducer
-from minidist.zero.simple import FlatParameter, ZeroStage2
+from minidist.comm import Group
+from minidist.simple.data_parallel import Tensors
+from minidist.simple.zero import Blocks, FlatParameter, ZeroStage2
 
 
 class ZeroStage3(ZeroStage2):
-    """Stage 2 that also gathers the parameters of each block before its forward and backward, and frees them after."""
+    """Stage 2 that also gathers each block's parameters before its forward and its backward, and frees them after.
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, Sequence[str]], group: Group):
-        raise NotImplementedError("store shards only, and register the hooks")
+    prefetch: start the all-gather of the next block while this one computes.
+    """
 
-    def reduce_until(self, number: int) -> None:
-        raise NotImplementedError("reduce, and free the parameters whose backward is over")
+    shards_parameters = True
 
-    def gather(self, flat: FlatParameter) -> None:
-        """Collective: give the buffer memory again, and all-gather it; its views are valid again."""
-        raise NotImplementedError("allocate the buffer and gather it")
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group, prefetch: bool = True):
+        raise NotImplementedError("free the buffers, and register the hooks of each block")
 
-    def free(self, flat: FlatParameter) -> None:
-        raise NotImplementedError("free the memory of the buffer")
+    def gather_block(self, index: int, following: int) -> None:
+        """Collective: gather a block that is about to compute. following: the one after it, whose gather may start."""
+        raise NotImplementedError("gather the block, and start the gather of the following one")
 
-    def gather_all(self) -> None:
-        raise NotImplementedError("gather all")
+    def reduce(self, flat: FlatParameter) -> None:
+        """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
+        raise NotImplementedError("reduce, and free the parameters")
 
-    gather_params = GradientReducer.gather_params  # do nothing: each block is gathered when it runs
+    def gather_root(self) -> None:
+        """Collective: gather the embedding, final norm and head, for the whole step or evaluation."""
+        raise NotImplementedError("gather the root")
+
+    def free_root(self) -> None:
+        """Free the root's parameters, and those of a block that was gathered ahead and not used."""
+        raise NotImplementedError("free all flat parameters")

@@ -1,44 +1,61 @@
 """ZeRO stage 2: reduce and free each block's gradients during backward.
 
-In stage 2 a rank keeps full gradients of one block at a time. Extend stage 1: reduce the flat gradient of a block as
-soon as its backward is over, in every micro-batch, so that only this rank's shard of the sum stays.
+In stage 2 a rank keeps full gradients of one block at a time. Extend stage 1: reduce the gradients of a block as soon
+as all of them have been added, in every micro-batch, so that only this rank's shard of the sum stays.
 
-model, blocks, group: as in stage 1. Backward runs from the last block to the first; flat_params has them in
-this order, and the other parameters last. finish_micro_batch is called after each backward.
-Example: blocks 0, 1 and 2 of 1 MB of gradients each, on 4 ranks. Full gradients and shards in memory when
-    the backward of block 2 begins   0 MB         block 1   0.25 MB       block 0   0.5 MB
-    it has ended                     0.75 MB      after the next micro-batch also 0.75 MB; in stage 1 it is 3 MB
+The constructor is that of stage 1. Backward adds the gradients from the last block to the first, those of a block in
+any order. All ranks must launch their reduce-scatters in the same order: a block that is complete before a later block
+is waits for that one. `pending` lists the blocks that are not yet reduced in this micro-batch. end_micro_batch, which
+the trainer calls after each backward, reduces them, from the last one on. The root is reduced once, at the end of the
+step: its gradients stay in `local` over all micro-batches.
+Example: blocks 0, 1 and 2 of 1 MB of gradients each, on 4 ranks, so that the shards of the sums have 0.75 MB.
+    gradients in memory when the backward of block 2, 1 or 0 begins   0.75 MB; in stage 1   0.75, 1.75 and 2.75 MB
+    after the first and after every later micro-batch                 0.75 MB; in stage 1   3.75 MB
+    reduce-scatters of a step with 4 micro-batches                    4 per block, 1 of the root
 
 Checked: parameters after three steps on 1 to 4 ranks against AdamW on the whole model in float64, with 1, 2 and 4
-micro-batches, ranks without samples and other start values on each rank; the memory when the backward of each block
-begins, in the first and the second micro-batch; bytes sent: one reduce-scatter per flat parameter and micro-batch, and
-one all-gather per step; and that a gradient of a block that is reduced already raises RuntimeError.
+micro-batches, ranks without samples, which add no gradients, and other start values on each rank; memory when the
+backward of each block begins and after each micro-batch; bytes sent; when and in which order blocks are reduced, with
+gradients that are added by hand in other orders, and with a block that gets none in a micro-batch.
 
 You may call:
-    self.reduce_until(number)   reduces the first `number` flat gradients of flat_params, except those reduced already
-    self.flat_params, self.num_reduced, self.ready   as in stage 1: num_reduced is a number, ready a set of names
-    module.register_full_backward_pre_hook(hook)   calls hook(module, grad_outputs) before the module's backward
+    self.reduce(flat)   as in stage 1: takes the gradients of a flat parameter out of self.local and reduces them
+    self.local, self.blocks, self.root   as in stage 1; flat.parameters   a dictionary by name
+    super().add(name, gradient), super().clear()   those of stage 1
 
 Check it with: python -m exercises check zero_stage_two
 
-Stub d2adaccd.
+Stub a6eadbd6.
 """
 
-from collections.abc import Mapping, Sequence
+from torch import Tensor
 
-from torch import nn
-
-from minidist.comm import Group
-from minidist.zero.simple import ZeroStage1
+from minidist.simple.zero import ZeroStage1
 
 
 class ZeroStage2(ZeroStage1):
-    """Stage 1 that also reduces the flat gradient of each block, and frees it, when the block's backward is over."""
+    """Stage 1 that reduces the gradients of each block as soon as its backward is over, and then frees them.
 
-    reduces_each_micro_batch = True
+    A rank has the unreduced gradients of at most one block at a time, at the price of one reduce-scatter per block and
+    micro-batch. The root's are reduced at the end of the step: the gradient of an embedding that another pipeline stage
+    shares is complete then.
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, Sequence[str]], group: Group):
-        raise NotImplementedError("let every block reduce the gradients of those behind it")
+    pending: the blocks that are not yet reduced in this micro-batch. Every rank reduces them from the last one on,
+    which is the order of backward.
+    """
 
-    def finish_micro_batch(self, chunk: int | None = None) -> None:
-        raise NotImplementedError("reduce the remaining gradients, and begin again")
+    def clear(self) -> None:
+        """Forget all gradients; call it before every step."""
+        raise NotImplementedError("forget all gradients; all blocks are pending")
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
+        raise NotImplementedError("add the gradient, and reduce the blocks that are complete")
+
+    def end_micro_batch(self) -> None:
+        """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
+        raise NotImplementedError("reduce the remaining blocks, and begin again")
+
+    def reduce_sums(self) -> None:
+        """Collective: reduce the root's gradients."""
+        raise NotImplementedError("reduce the root")

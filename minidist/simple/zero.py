@@ -71,7 +71,7 @@ class FlatParameter:
 
     def start_gather(self) -> None:
         """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
-        if self.full.untyped_storage().size() == 0:
+        if self.full.untyped_storage().size() < self.full.nbytes:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)
 
@@ -138,8 +138,8 @@ class ZeroStage1(NaiveReducer):
 
     def reduce_sums(self) -> None:
         """Collective: reduce all flat parameters, in the same order on all ranks."""
-        for flat in self.flat_params:
-            self.reduce(flat)
+        for flat_param in self.flat_params:
+            self.reduce(flat_param)
 
     @torch.no_grad()
     def update_parameters(self) -> None:
@@ -170,16 +170,16 @@ class ZeroStage2(ZeroStage1):
         self.pending = list(self.blocks)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a local gradient; reduce the block that backward has just left, if this was the last of its gradients."""
+        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
         super().add(name, gradient)
-        if self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
+        while self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
             self.reduce(self.pending.pop())
 
     def end_micro_batch(self) -> None:
         """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
-        while self.pending:
-            self.reduce(self.pending.pop())
-        self.pending = list(self.blocks)
+        for flat in reversed(self.pending):
+            self.reduce(flat)
+        self.pending[:] = self.blocks
 
     def reduce_sums(self) -> None:
         """Collective: reduce the root's gradients."""
@@ -195,7 +195,7 @@ class ZeroStage3(ZeroStage2):
 
     shards_parameters = True
 
-    def __init__(self, parameters, masters, blocks, group, prefetch: bool = True):
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group, prefetch: bool = True):
         super().__init__(parameters, masters, blocks, group)
         self.prefetch = prefetch
         self.free_root()
@@ -224,5 +224,5 @@ class ZeroStage3(ZeroStage2):
 
     def free_root(self) -> None:
         """Free the root's parameters, and those of a block that was gathered ahead and not used."""
-        for flat in self.flat_params:
-            flat.free()
+        for flat_param in self.flat_params:
+            flat_param.free()

@@ -1,109 +1,106 @@
-"""ZeRO stage 1: update a shard, gather the parameters: the solution, as it stands in minidist.zero.simple.
+"""ZeRO stage 1: update a shard, gather the parameters: the solution, as it stands in minidist.simple.zero.
 
 An all-reduce is a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two: reduce-scatter
 the gradients, update one shard, all-gather the parameters. The number of bytes sent stays the same, and each rank
 stores only its shard of the optimizer states, which take most of a model's memory.
 
 The masters are slices of the shard, and the shard is a slice of the flat parameter, so the update itself writes the
-buffer, and the all-gather only adds the other ranks' shards. A rank without a gradient sends zeros, since the others
-wait for its part; but zero is not None: AdamW would still apply weight decay to a parameter that no rank has used. No
-rank can know that alone, so the ranks sum one flag per parameter.
+buffer, and the all-gather only adds the other ranks' shards. With wider masters a rounding comes between. A rank
+without a gradient sends zeros, since the others wait for its part; but zero is not None: AdamW would still apply
+weight decay to a parameter that no rank has used. No rank can know that alone, so the ranks sum one flag per
+parameter.
 
 Usual wrong answers:
-* all-reduces the gradients, although a rank needs only its shard
-* divides the sum by the number of ranks: the losses were divided by the number of samples already
+* all-reduces the flat gradient and takes its shard: the right values, for half as many bytes again
+* divides by the number of ranks, although the loss is divided by the global count already
+* lists the last block first
 * the package's own
 * every gradient is one
-* keeps a second copy of all parameters
-* gathers the parameters before they are updated
-* also gathers the summed gradients, which no rank needs
-* each gradient replaces that of the micro-batch before
-* ignores a gradient that comes too late
-* each rank updates its shard with its own gradient
-* shards nothing: every rank all-reduces, updates the whole parameters and has the moments of all
-* no rank sends its updated shard to the others
-* the flat parameters begin with the first block, not with the last
-* a rank without gradients sends nothing, and the others wait
-* reduces after every micro-batch, and sends the gradients several times
-* adds the update of its shard to the own parameters everywhere, instead of gathering values
-* does not clear the gradients: each step adds to the one before
-* decides by its own uses whether a parameter was used
-* a parameter that no rank used has a gradient of zeros, and AdamW decays it
-* updates before the gradients are reduced: in the first step nothing changes
-* never forgets which parameters were used in earlier steps
-* launches the reduce-scatter and reads its output before it has ended
-* keeps the flat gradients of all parameters until the end of the step
+* keeps the local gradients after their reduction, until the next step
+* gathers all parameters after the update in stage 3, too
+* adds later gradients to the tensor of the first one, which is the caller's
+* each micro-batch replaces the gradients of the one before
+* gathers the shards without writing the updated masters to them
+* does not gather the updated shards: right on one rank only
+* reduces after every micro-batch: the right values, for more bytes
+* shards the blocks only: the parameters outside have no masters and are not updated
+* makes a root of no parameters, where all are in blocks
+* every rank updates all elements, and has all optimizer states
+* adds up the gradients of the micro-batches in their own dtype
 * every gradient is zero
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minidist.comm import Group, all_gather, all_reduce, reduce_scatter
-from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
-from minidist.parameters import named_parameters
-from minidist.zero.simple import FlatParameter
+from minidist.comm import Group, all_gather, reduce_scatter
+from minidist.simple.data_parallel import NaiveReducer, Tensors
+from minidist.simple.zero import Blocks, FlatParameter
 
 
-class ZeroStage1(GradientReducer):
-    """Each rank updates its shard of every flat parameter only, and so has optimizer states for this shard only.
+class ZeroStage1(NaiveReducer):
+    """Each rank updates its shard of every flat parameter, and so has optimizer states of this shard only.
 
-    blocks: the layers of `model` in the order of forward, each with the names of the parameters that only it uses.
-    flat_params: of the blocks, the last one first, then of all other parameters. masters: slices of this rank's shards
-    by name, for the optimizer. ready: names after `mark_ready`. num_reduced: how many flat gradients are reduced.
+    parameters, masters, group: as in `data_parallel.NaiveReducer`. blocks: the layers of the model; all other
+    parameters, of the embedding, the final norm and the head, are in the root.
+
+    root: the flat parameter of the root, None on a pipeline stage without one. blocks: those of the blocks. masters:
+    this rank's elements of each parameter, flat, which the optimizer updates. local: the gradients that are not yet
+    reduced, by name.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, Sequence[str]], group: Group):
-        others, self.group = trainable_parameters(named_parameters(model)), group
-        by_block = [{name: others.pop(name) for name in names if name in others} for names in blocks.values()]
-        self.flat_params = [FlatParameter(some, group) for some in [*reversed(by_block), others]]
-        self.masters = {name: flat.shard[place] for flat in self.flat_params for name, place in flat.slices.items()}
-        self.master_specs = {name: spec for flat in self.flat_params for name, spec in flat.specs.items()}
-        self.clear_gradients()
-        self._parameters = self.masters  # the tensors with gradients, for the methods of GradientReducer
+    shards_parameters = False
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: reduce, update and gather. optimizer: of the `masters`."""
-        self.finish_reductions()
-        optimizer.step()
-        self.clear_gradients()
-        self.gather_params()
+    def __init__(self, parameters: Tensors, masters: Tensors, blocks: Blocks, group: Group):
+        def make_flat(names: Sequence[str]) -> FlatParameter:
+            return FlatParameter({name: parameters[name] for name in names}, masters, group, self.shards_parameters)
 
-    def accumulate(self, name: str, grad: Tensor) -> None:
-        if name in self.ready:
-            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}), when it may have been reduced")
-        self.grads[name] = self.grads[name].add_(grad) if name in self.grads else grad
-        self.used.add(name)
+        in_blocks = {name for names in blocks.values() for name in names}
+        outside = [name for name in parameters if name not in in_blocks]
+        self.root = make_flat(outside) if outside else None
+        self.blocks = [make_flat(names) for names in blocks.values()]
+        self.flat_params = [*self.blocks, self.root] if outside else self.blocks
+        shards = {name: flat.master[place] for flat in self.flat_params for name, (place, _) in flat.places.items()}
+        super().__init__(parameters, shards, group)
 
-    def mark_ready(self, name: str) -> None:
-        self.ready.add(name)
+    def allocate_sums(self) -> dict[str, Tensor]:
+        """Return each master's slice of the gradient of its flat parameter, by name."""
+        return {name: flat.grad[place] for flat in self.flat_params for name, (place, _) in flat.places.items()}
 
-    def reduce_until(self, number: int) -> None:
-        """Collective: reduce the first `number` flat gradients, except those that have been reduced already."""
-        for flat in self.flat_params[self.num_reduced : number]:
-            self.ready.update(flat.parameters)
-            flat_grad, shard = flat.flatten(self.grads), torch.empty_like(flat.shard)
-            reduce_scatter(shard, flat_grad, self.group)
-            flat.grad = shard if flat.grad is None else flat.grad.add_(shard)
-        self.num_reduced = max(self.num_reduced, number)
+    def clear(self) -> None:
+        """Forget all gradients; call it before every step."""
+        super().clear()
+        self.local: dict[str, Tensor] = {}
 
-    def finish_reductions(self) -> None:
-        """Collective: reduce all gradients; set `.grad` of the masters, to None for a parameter that no rank used."""
-        self.reduce_until(0 if self.reduces_each_micro_batch else len(self.flat_params))
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the local gradient of one micro-batch to the sum of parameter `name`."""
+        self.num_added[name] += 1
+        if name in self.local:
+            self.local[name] += gradient
+        else:
+            self.local[name] = gradient.to(self.flat_params[0].grad.dtype, copy=True)
+
+    def reduce(self, flat: FlatParameter) -> None:
+        """Collective: reduce-scatter the local gradients of a flat parameter, and add the result to its `grad`."""
+        gradients = {name: self.local.pop(name) for name in flat.parameters if name in self.local}
+        summed = torch.empty_like(flat.grad)
+        reduce_scatter(summed, flat.flatten(gradients, like=summed), self.group)
+        flat.grad += summed
+
+    def reduce_sums(self) -> None:
+        """Collective: reduce all flat parameters, in the same order on all ranks."""
+        for flat_param in self.flat_params:
+            self.reduce(flat_param)
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        """Collective: round the masters to the shards, and all-gather these; stage 3 gathers them when needed."""
         for flat in self.flat_params:
-            uses = torch.tensor([float(name in self.used) for name in flat.parameters], device=flat.full.device)
-            all_reduce(uses, self.group)
-            used = dict(zip(flat.parameters, uses.tolist(), strict=True))
-            for name, place in flat.slices.items():
-                self.masters[name].grad = flat.grad[place] if used[name] else None
-
-    def gather_params(self) -> None:
-        for flat in reversed(self.flat_params):  # in the order of forward
-            all_gather(flat.full, flat.shard, self.group)
-
-    def clear_gradients(self) -> None:
-        self.grads, self.used, self.ready, self.num_reduced = {}, set(), set(), 0
-        for tensor in (*self.flat_params, *self.masters.values()):
-            tensor.grad = None
+            if flat.master is not flat.shard:
+                flat.shard.copy_(flat.master)
+            if self.shards_parameters:
+                flat.free()  # what it holds is old
+            else:
+                all_gather(flat.full, flat.shard, self.group)

@@ -1,51 +1,65 @@
 """ZeRO stage 2: reduce and free each block's gradients during backward: the solution, as it stands in
-minidist.zero.simple.
+minidist.simple.zero.
 
 Stage 1 keeps gradients of full length. Stage 2 keeps a shard, from the first reduction to the end of the step: every
 micro-batch is reduced separately, and the output is added to the shard. The price is one reduce-scatter per micro-
 batch instead of one per step, so k micro-batches send k times as many bytes.
 
-When the backward of a block begins, that of all later blocks is over, on every rank and in the same order; so all
-ranks launch their collectives in the same order without any message about it. A rank without a gradient sends zeros,
-because the others wait for its part. The shard saves nothing by itself: what counts is that the full gradients of a
-block are freed before the next block computes its own.
+All ranks launch their collectives in the same order without any message about it: always from the last block to the
+first, whatever the order in which autograd returns gradients. A rank without a gradient sends zeros, because the
+others wait for its part. The shard saves nothing by itself: what counts is that the full gradients of a block are
+freed before the next block computes its own.
 
 Usual wrong answers:
-* halves the sum with every micro-batch
 * the package's own
-* every gradient is one
-* does not begin again after a micro-batch: later ones are refused
-* all-gathers the parameters after every micro-batch, although they have not changed
-* every hook sees the last value of the loop variable, and reduces blocks before their backward
-* each micro-batch replaces the shard of the one before
-* does not reset the number of reduced gradients: later micro-batches are never reduced
-* reduces a block when its own backward begins
-* reduces a block only when the backward of the second next begins: two blocks of full gradients
-* counts the blocks from the first: reduces the last ones before their backward
-* does not reduce the parameters outside all blocks
-* reduces all gradients after backward, when all of them are in memory
+* every gradient of a block is one
+* reduces a block with its first gradient
+* leaves a block that was complete before a later one until another gradient comes
+* does not begin again after a micro-batch: the gradients of later ones are never reduced
+* reduces whichever block is complete: ranks whose gradients come in another order wait for each other's blocks
+* reduces all blocks after backward, when all of their gradients are in memory
 * as stage 1: accumulates full gradients over all micro-batches, and reduces once
-* every gradient is zero
+* reduces every block once more after backward, with zeros
+* does not reduce a block that has not got all its gradients: right only when every rank uses every parameter
+* does not reduce the parameters outside all blocks
+* reduces the root after every micro-batch
+* every gradient of a block is zero
 """
 
-from collections.abc import Mapping, Sequence
+from torch import Tensor
 
-from torch import nn
-
-from minidist.comm import Group
-from minidist.zero.simple import ZeroStage1
+from minidist.simple.zero import ZeroStage1
 
 
 class ZeroStage2(ZeroStage1):
-    """Stage 1 that also reduces the flat gradient of each block, and frees it, when the block's backward is over."""
+    """Stage 1 that reduces the gradients of each block as soon as its backward is over, and then frees them.
 
-    reduces_each_micro_batch = True
+    A rank has the unreduced gradients of at most one block at a time, at the price of one reduce-scatter per block and
+    micro-batch. The root's are reduced at the end of the step: the gradient of an embedding that another pipeline stage
+    shares is complete then.
 
-    def __init__(self, model: nn.Module, blocks: Mapping[nn.Module, Sequence[str]], group: Group):
-        super().__init__(model, blocks, group)
-        for number, block in enumerate(reversed(blocks)):  # when its backward begins, that of `number` blocks is over
-            block.register_full_backward_pre_hook(lambda *_, number=number: self.reduce_until(number))
+    pending: the blocks that are not yet reduced in this micro-batch. Every rank reduces them from the last one on,
+    which is the order of backward.
+    """
 
-    def finish_micro_batch(self, chunk: int | None = None) -> None:
-        self.reduce_until(len(self.flat_params))
-        self.ready, self.num_reduced = set(), 0
+    def clear(self) -> None:
+        """Forget all gradients; call it before every step."""
+        super().clear()
+        self.pending = list(self.blocks)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
+        super().add(name, gradient)
+        while self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
+            self.reduce(self.pending.pop())
+
+    def end_micro_batch(self) -> None:
+        """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
+        for flat in reversed(self.pending):
+            self.reduce(flat)
+        self.pending[:] = self.blocks
+
+    def reduce_sums(self) -> None:
+        """Collective: reduce the root's gradients."""
+        if self.root is not None:
+            self.reduce(self.root)

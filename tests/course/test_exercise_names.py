@@ -116,7 +116,7 @@ def test_an_exercise_names_only_what_exists(name):
         ("Call Block.launch, and Block.forward after it.", ["Block.launch"]),
         ("Before a block computes, need(block) gathers it; gather(flat) does.", ["need"]),
         ("Append `row` to self._after, and free_all to flat_params.", ["row", "self._after", "free_all"]),
-        ("See minidist.zero.simple:ZeroStage2 and `minidist/zero/simplest.py`.", ["minidist/zero/simplest.py"]),
+        ("See minidist.simple.zero:ZeroStage2 and `minidist/simple/zeros.py`.", ["minidist/simple/zeros.py"]),
         ("Add up total = n * w_i over the ranks, and divide each w_i by max(total, 1).", []),
     ],
 )

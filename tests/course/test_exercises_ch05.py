@@ -13,9 +13,9 @@ from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 TOGETHER = {
-    1: ["flat_shards", "zero_stage_one"],
-    2: ["flat_shards", "zero_stage_one", "zero_stage_two"],
-    3: ["flat_shards", "zero_stage_one", "zero_stage_two", "zero_stage_three"],
+    1: ["flat_parameter", "zero_stage_one"],
+    2: ["flat_parameter", "zero_stage_one", "zero_stage_two"],
+    3: ["flat_parameter", "zero_stage_one", "zero_stage_two", "zero_stage_three"],
 }
 
 
@@ -38,27 +38,36 @@ def test_the_learners_zero_pieces_train_the_model(ranks, tmp_path, stage):
 
     ranks(train_small, 1, config("alone"))
     pieces = [piece(name) for name in TOGETHER[stage]]
-    ranks(train.train_with_pieces, 3, config("learner", engine="mixed", zero__stage=stage), pieces)
+    ranks(train.train_with_pieces, 3, config("learner", engine="simple", zero__stage=stage), pieces)
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
     with pytest.raises(RunError, match="some rank never called zero_stage_three"):
-        config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, engine="mixed", zero__stage=2)
+        config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, engine="simple", zero__stage=2)
         ranks(train.train_with_pieces, 2, config, [piece("zero_stage_two"), piece("zero_stage_three")])
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("flat_shards", "wrong_padding_forgotten"): (
-        "pads_once_and_cuts_equally",
+    ("flat_parameter", "wrong_places_in_the_buffer"): (
+        "places_in_the_shard",
         [
-            "the buffer",
-            "  for       parameters {'z': (3,), 'b': (2,), 'a': (4,)}, 2 ranks",
+            "the positions in the shard, and the parameter's elements there, by name",
+            "  for       parameters {'a': (6,)}, 2 ranks",
+            "  rank      1 of 2",
+            "  expected  {'a': [[0, 3], [1, 4], [2, 5]]}",
+            "  got       {'a': []}",
+        ],
+    ),
+    ("flat_parameter", "wrong_gather_waits"): (
+        "gathers_and_frees",
+        [
+            "events up to the return of the first start_gather",
             "  rank      0 of 2",
-            "  expected  [1.0, 2.0, 3.0, 11.0, 12.0, 21.0, 22.0, 23.0, 24.0, 0.0]",
-            "  got       [1.0, 2.0, 3.0, 11.0, 12.0, 21.0, 22.0, 23.0, 24.0]",
+            "  expected  ['launch 0']",
+            "  got       ['launch 0', 'wait 0']",
         ],
     ),
     ("zero_stage_one", "wrong_all_reduced"): (
@@ -74,25 +83,24 @@ MESSAGES = {
     ("zero_stage_two", "wrong_reduced_after_backward"): (
         "full_gradients_of_one_block",
         [
-            "KiB of tensors after the backward of 1 of 3 blocks, micro-batch 1",
+            "KiB of tensors after the backward of 1 of 3 blocks, micro-batch 1 of step 1",
             "  for       2 ranks",
             "  rank      0 of 2",
-            "  expected  about 224",
-            "  got       274",
+            "  expected  about 288",
+            "  got       370",
         ],
     ),
     ("zero_stage_three", "wrong_gone_in_backward"): (
         "equals_one_process",
-        ["the backward of head begins, and its parameters have no memory"],
+        ["the backward of layers.2 begins, and its parameters have no memory"],
     ),
-    ("zero_stage_three", "wrong_gathers_and_never_frees"): (
-        "memory_of_one_block",
+    ("zero_stage_three", "wrong_gathered_ahead_in_forward_only"): (
+        "next_block_in_flight",
         [
-            "KiB of tensors before the first step",
-            "  for       2 ranks",
-            "  rank      0 of 2",
-            "  expected  about 96",
-            "  got       288",
+            "the blocks that have memory",
+            "  for       each block in forward, then in backward, prefetch=True, step 1",
+            "  expected  [[0, 1], [1, 2], [2], [1, 2], [0, 1], [0]]",
+            "  got       [[0, 1], [1, 2], [2], [2], [1], [0]]",
         ],
     ),
     ("unsaved_memory", "wrong_gradients_gathered_too"): (

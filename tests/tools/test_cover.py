@@ -43,7 +43,7 @@ IMPOSSIBLE |= {("optimizer", "muon", "engine", "simple"), ("recompute", "selecti
 
 def mixed_engine_can_run(pp: int, dp: int, cp: int, tp: int) -> bool:
     """Whether the mixed engine can run a mesh."""
-    return pp * dp * cp * tp > 1 and (pp == 1 or tp == 1)
+    return pp == 1 and dp * cp * tp > 1
 
 
 def missing_pairs(switches, cases):

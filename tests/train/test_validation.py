@@ -100,7 +100,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"engine": "mixed", "mesh__tp": 2, "compile": True},
-            r"engine is mixed, which cannot run compile with mesh.tp 2 and mesh.cp 1: give --no-compile, or",
+            r"engine is mixed, which cannot run compile with mesh.tp 2: give --no-compile, or",
         ),
         (
             2,
@@ -109,18 +109,8 @@ from tests.helpers.small_run import with_changes
         ),
         (
             2,
-            {"engine": "mixed", "mesh__pp": 2, "parallel__schedule": "interleaved", "train__micro_batches": 2},
-            r"engine is mixed, which cannot run parallel.schedule interleaved: give --parallel.schedule 1f1b or gpipe",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__pp": 2, "parallel__schedule": "zb-h1", "train__micro_batches": 4},
-            r"engine is mixed, which cannot run parallel.schedule zb-h1: give --parallel.schedule 1f1b or gpipe, or",
-        ),
-        (
-            4,
-            {"engine": "mixed", "mesh__pp": 2, "mesh__tp": 2},
-            r"engine is mixed, which cannot run mesh.pp 2 with mesh.tp 2: give --mesh.tp 1, or --engine fast",
+            {"engine": "mixed", "mesh__pp": 2, "train__micro_batches": 2},
+            r"engine is mixed, which cannot run mesh.pp 2: give --mesh.pp 1, or --engine fast",
         ),
         (
             2,

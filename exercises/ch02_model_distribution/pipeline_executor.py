@@ -34,7 +34,7 @@ You may call:
 
 Check it with: python -m exercises check pipeline_executor
 
-Stub c2b43401.
+Stub 33cd8708.
 """
 
 from collections.abc import Callable, Set
@@ -56,8 +56,7 @@ class PipelineExecutor:
 
     actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
     gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split
-    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches so far
-    between their forward and the end of their backward (of W, if it is split).
+    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches in flight.
     """
 
     actions: list[Action]
@@ -99,10 +98,7 @@ class PipelineExecutor:
         replace(self, actions=forwards).run(run_stage, empty_hidden)
 
     def forward(self, i: int, run_stage: RunStage, empty_hidden: EmptyHidden) -> None:
-        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage.
-
-        Micro-batch i is in flight from now on, unless gradients are disabled: then there is no backward.
-        """
+        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage."""
         raise NotImplementedError("run ('F', i): receive, run the stage, send; keep what backward needs")
 
     def backward(self, i: int, empty_hidden: EmptyHidden) -> None:
@@ -112,6 +108,5 @@ class PipelineExecutor:
     def weight_gradients(self, i: int) -> None:
         """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
         _, out = self.in_flight[i]
-        found = backward_of_weights(out, self.parameters, self.output_gradients.pop(i))
-        for name, gradient in found.items():
+        for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
             self.add(name, gradient)

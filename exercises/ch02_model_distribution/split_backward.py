@@ -26,7 +26,7 @@ You may call:
 
 Check it with: python -m exercises check split_backward
 
-Stub 74668bc1.
+Stub 81f2edb4.
 """
 
 import torch
@@ -36,16 +36,15 @@ from minidist.simple.pipeline import Action
 
 
 def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
-    """Run the first half of a split backward: only `hidden.grad` gets a gradient, and the graph is kept.
+    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
 
-    out: the stage's output. grad: its gradient; None if `out` is the loss. hidden: the input; None on the first stage,
-    which has nothing to do.
+    out: the stage's output. grad: its gradient; None if `out` is the loss.
     """
     raise NotImplementedError("compute the gradient of the input, and keep the graph")
 
 
 def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
-    """Run the second half: return the gradients of the parameters that `out` depends on; no `.grad` changes.
+    """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
 
     Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
     """
@@ -55,7 +54,6 @@ def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: 
 def split_backward(actions: list[Action]) -> list[Action]:
     """Split each backward: ("B", i) computes the gradient that the previous stage waits for, ("W", i) those of weights.
 
-    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else. The
-    last W follows the last B. actions: of one stage, not changed. Returns a new list.
+    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else.
     """
     raise NotImplementedError("return the actions with a W for each B")

@@ -79,7 +79,7 @@ def runs_the_actions_in_order(answer, world, network):
         executor.run(stage.run, stage.empty_hidden, SKIP, lambda s=stage: s.operations.append(("done", 0)))
         wanted = [action for action in actions if action[1] in SAMPLES]
         wanted = [each for action in wanted for each in ([action, ("done", 0)] if action[0] == "B" else [action])]
-        what = "actions, and calls of on_backward_done as `done0`"
+        what = "actions, with done0 for each call of on_backward_done"
         expect(what, operation_names(stage.operations), operation_names(wanted), case=name)
         expect("peak_in_flight", executor.peak_in_flight, peak, case=name)
 
@@ -101,7 +101,7 @@ def one_message_per_micro_batch(answer, world, network):
 
 @test(points=3, ranks=(2, 3))
 def finishes_sends_in_time(answer, world, network):
-    """When a micro-batch's backward is done, its activation has arrived, and one gradient at most is on its way."""
+    """When a micro-batch's backward is done, its activation has arrived, and one gradient at most is in flight."""
     actions, stage = schedules(world)["1F1B"], Stage(world.rank, world.size, SAMPLES)
     before = len(network.records)
 

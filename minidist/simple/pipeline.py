@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank (stage) has some consecutive layers, and micro-batches pass through the stages.
 
 A schedule is data: for every stage a list of actions ("F", i), ("B", i) or ("W", i): forward, backward, or the weight
-half of a split backward of micro-batch i. GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forwards and then all
-backwards. 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: as many
-micro-batches are in flight as there are later stages, not as there are micro-batches. One executor runs every schedule.
+half of a split backward of micro-batch i. GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forwards first. 1F1B
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: as many micro-batches
+are in flight as there are later stages, not as there are micro-batches. One executor runs every schedule.
 """
 
 from collections.abc import Callable, Set
@@ -41,8 +41,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> list[list[Action]]:
 def split_backward(actions: list[Action]) -> list[Action]:
     """Split each backward: ("B", i) computes the gradient that the previous stage waits for, ("W", i) those of weights.
 
-    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else. The
-    last W follows the last B. actions: of one stage, not changed. Returns a new list.
+    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else.
     """
     result, waiting = [], []
     for kind, i in actions:
@@ -54,17 +53,16 @@ def split_backward(actions: list[Action]) -> list[Action]:
 
 
 def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
-    """Run the first half of a split backward: only `hidden.grad` gets a gradient, and the graph is kept.
+    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
 
-    out: the stage's output. grad: its gradient; None if `out` is the loss. hidden: the input; None on the first stage,
-    which has nothing to do.
+    out: the stage's output. grad: its gradient; None if `out` is the loss.
     """
     if hidden is not None:
         out.backward(grad, inputs=[hidden], retain_graph=True)
 
 
 def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
-    """Run the second half: return the gradients of the parameters that `out` depends on; no `.grad` changes.
+    """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
 
     Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
     """
@@ -137,8 +135,7 @@ class PipelineExecutor:
 
     actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
     gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split
-    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches so far
-    between their forward and the end of their backward (of W, if it is split).
+    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches in flight.
     """
 
     actions: list[Action]
@@ -171,9 +168,7 @@ class PipelineExecutor:
         loss. empty_hidden: allocates a tensor for the hidden states of a micro-batch. skip: the same on all stages.
         on_backward_done: called when this stage has done a micro-batch's backward, and holds none of its tensors.
         """
-        for kind, i in self.actions:
-            if i in skip:
-                continue
+        for kind, i in [action for action in self.actions if action[1] not in skip]:
             if kind == "F":
                 self.forward(i, run_stage, empty_hidden)
             elif kind == "B":
@@ -185,7 +180,6 @@ class PipelineExecutor:
                 on_backward_done()
         for handle in (*self.activation_sends.values(), *self.gradient_sends):
             handle.wait()
-        self.activation_sends.clear()
         self.gradient_sends.clear()
 
     @torch.no_grad()
@@ -195,10 +189,7 @@ class PipelineExecutor:
         replace(self, actions=forwards).run(run_stage, empty_hidden)
 
     def forward(self, i: int, run_stage: RunStage, empty_hidden: EmptyHidden) -> None:
-        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage.
-
-        Micro-batch i is in flight from now on, unless gradients are disabled: then there is no backward.
-        """
+        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage."""
         hidden = None
         if not self.is_first:
             hidden = empty_hidden(i)
@@ -208,7 +199,7 @@ class PipelineExecutor:
         if not self.is_last:
             message = out.detach().contiguous()
             self.activation_sends[i] = send(message, self.stage + 1, self.activations, async_op=True)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # there will be a backward
             self.in_flight[i] = hidden, out
             self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
 
@@ -234,6 +225,5 @@ class PipelineExecutor:
     def weight_gradients(self, i: int) -> None:
         """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
         _, out = self.in_flight[i]
-        found = backward_of_weights(out, self.parameters, self.output_gradients.pop(i))
-        for name, gradient in found.items():
+        for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
             self.add(name, gradient)

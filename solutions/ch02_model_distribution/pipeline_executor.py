@@ -58,8 +58,7 @@ class PipelineExecutor:
 
     actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
     gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split
-    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches so far
-    between their forward and the end of their backward (of W, if it is split).
+    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches in flight.
     """
 
     actions: list[Action]
@@ -92,9 +91,7 @@ class PipelineExecutor:
         loss. empty_hidden: allocates a tensor for the hidden states of a micro-batch. skip: the same on all stages.
         on_backward_done: called when this stage has done a micro-batch's backward, and holds none of its tensors.
         """
-        for kind, i in self.actions:
-            if i in skip:
-                continue
+        for kind, i in [action for action in self.actions if action[1] not in skip]:
             if kind == "F":
                 self.forward(i, run_stage, empty_hidden)
             elif kind == "B":
@@ -106,7 +103,6 @@ class PipelineExecutor:
                 on_backward_done()
         for handle in (*self.activation_sends.values(), *self.gradient_sends):
             handle.wait()
-        self.activation_sends.clear()
         self.gradient_sends.clear()
 
     @torch.no_grad()
@@ -116,10 +112,7 @@ class PipelineExecutor:
         replace(self, actions=forwards).run(run_stage, empty_hidden)
 
     def forward(self, i: int, run_stage: RunStage, empty_hidden: EmptyHidden) -> None:
-        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage.
-
-        Micro-batch i is in flight from now on, unless gradients are disabled: then there is no backward.
-        """
+        """Receive hidden states from the previous stage, run the layers, and send the result to the next stage."""
         hidden = None
         if not self.is_first:
             hidden = empty_hidden(i)
@@ -129,7 +122,7 @@ class PipelineExecutor:
         if not self.is_last:
             message = out.detach().contiguous()
             self.activation_sends[i] = send(message, self.stage + 1, self.activations, async_op=True)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # there will be a backward
             self.in_flight[i] = hidden, out
             self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
 
@@ -155,6 +148,5 @@ class PipelineExecutor:
     def weight_gradients(self, i: int) -> None:
         """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
         _, out = self.in_flight[i]
-        found = backward_of_weights(out, self.parameters, self.output_gradients.pop(i))
-        for name, gradient in found.items():
+        for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
             self.add(name, gradient)

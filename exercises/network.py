@@ -48,6 +48,11 @@ class Network:
         return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
 
     @functools.cached_property
+    def second_group(self):
+        """All ranks, as a group beside `group`. Its first use creates it, on all ranks."""
+        return bind(self._world, Mesh(dp=self._world.size), [GroupSpec("second", ("dp",))])["second"]
+
+    @functools.cached_property
     def divided_group(self):
         """Every other rank, as a group: ranks 0, 2, ... or 1, 3, ... Its first use creates both, on all ranks."""
         return self._subgroups["every other rank"]

@@ -1,9 +1,10 @@
-"""Run an answer's step of a small pipeline on all ranks and record what it does, independently of the package's code.
+"""Run an answer's executor of a small pipeline on all ranks and record what it does; simulate schedules.
 
-Every stage runs its operations in order. F of a micro-batch needs its F on the stage before; B needs its own F, and
-its B on the stage after.
+Independent of the package's code. A schedule has a list of actions for every stage: ("F", i), ("B", i) or ("W", i). F
+of a micro-batch needs its F on the stage before; B needs its own F, and its B on the stage after.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,15 +29,29 @@ class Stage:
     """This rank's stage of a small pipeline, whose actions are recorded; float64 unless `dtype` says otherwise.
 
     samples: the number of samples of each micro-batch, by its number. is_transposed: whether outputs are transposed
-    tensors, which are not contiguous. weight, shift: the stage's parameters. operations: the actions ("F" or "B",
-    micro-batch) in the order in which they ran. kept: by micro-batch, how many micro-batches had tensors saved for
-    backward when its backward began.
+    tensors, which are not contiguous. is_split: whether the gradients of weights are computed in actions of their own.
+    parameters: the stage's, by name. operations: the actions (kind, micro-batch) in the order in which they ran. kept:
+    by micro-batch, how many micro-batches had tensors saved for backward when its backward began. outputs: without
+    their graph, by micro-batch. added: the sums of the gradients that `add` got, by name; number_added: how many.
     """
 
-    def __init__(self, stage: int, stages: int, samples: Mapping[int, int], dtype=torch.float64, is_transposed=False):
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        samples: Mapping[int, int],
+        dtype=torch.float64,
+        is_transposed=False,
+        is_split=False,
+    ):
         self.stage, self.last, self.samples, self.dtype = stage, stages - 1, samples, dtype
         self.weight, self.shift = (nn.Parameter(each) for each in _parameters(stage, dtype))
+        self.parameters = {"weight": self.weight, "shift": self.shift}
+        self.added: dict[str, Tensor] = {}
+        self.number_added = 0
         self.operations: list[tuple[str, int]] = []
+        self.outputs: dict[int, Tensor] = {}
+        self._is_split = is_split
         self.kept: dict[int, int] = {}
         self._saved: dict[int, StorageWeakRef] = {}
         self._is_transposed = is_transposed
@@ -56,12 +71,22 @@ class Stage:
             out = out.mT.contiguous().mT
         if self.stage == self.last:
             out = (out * _factors(i, self.samples[i], self.dtype)).sum()
-        out.register_hook(lambda _: self._begin_backward(i))
+        self.outputs[i] = out.detach().clone()
+        if out.requires_grad:
+            out.register_hook(lambda _: self._begin_backward(i))
         return out
 
     def _begin_backward(self, i: int) -> None:
-        self.operations.append(("B", i))
+        is_second = ("B", i) in self.operations or (self._is_split and self.stage == 0)
+        self.operations.append(("W" if is_second else "B", i))
         self.kept[i] = sum(not reference.expired() for reference in self._saved.values())
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one micro-batch's gradient of a parameter to its sum."""
+        if name not in self.parameters:
+            raise Wrong("wrong", "the name of a parameter that `add` gets", " or ".join(self.parameters), show(name))
+        self.added[name] = self.added.get(name, 0) + gradient
+        self.number_added += 1
 
     def empty_hidden(self, i: int) -> Tensor:
         """Return a new tensor for the hidden states of micro-batch `i`; its elements are NaN."""
@@ -73,12 +98,33 @@ class Stage:
         return [self.weight.grad, self.shift.grad]
 
 
-def run_step(step, group, samples: Mapping[int, int], **settings) -> Stage:
-    """Run `step(run_stage, empty_hidden, micro_batches, group)` once on a new stage; return the stage."""
-    stage = Stage(group.rank, group.size, samples, **settings)
-    result = step(stage.run, stage.empty_hidden, list(samples), group)
-    if result is not None:
-        raise Wrong("type", "the step returns nothing: gradients go to .grad", "None", type(result).__name__)
+def gpipe_actions(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the actions of any stage: all forwards, then all backwards."""
+    return [("F", i) for i in micro_batches] + [("B", i) for i in micro_batches]
+
+
+def one_f_one_b_actions(micro_batches: Sequence[int], limit: int) -> list[tuple[str, int]]:
+    """Return the actions of a stage that has at most `limit` micro-batches in flight, and runs forward if it may."""
+    forwards, in_flight, actions = deque(micro_batches), deque(), []
+    while forwards or in_flight:
+        if forwards and len(in_flight) < limit:
+            in_flight.append(forwards.popleft())
+            actions.append(("F", in_flight[-1]))
+        else:
+            actions.append(("B", in_flight.popleft()))
+    return actions
+
+
+def make_executor(answer, groups: tuple, stage: Stage, actions: Sequence[tuple[str, int]]):
+    """Return the answer's executor for a stage. groups: for hidden states and for their gradients."""
+    return answer.PipelineExecutor(list(actions), *groups, stage.parameters, stage.add)
+
+
+def run_executor(answer, groups: tuple, actions: Sequence[tuple[str, int]], samples: Mapping[int, int], **settings):
+    """Run actions once on a new stage, without the micro-batches that have no samples; return the stage."""
+    stage = Stage(groups[0].rank, groups[0].size, samples, **settings)
+    skip = {i for _, i in actions} - samples.keys()
+    make_executor(answer, groups, stage, actions).run(stage.run, stage.empty_hidden, skip)
     return stage
 
 
@@ -110,7 +156,7 @@ def _factors(i: int, samples: int, dtype: torch.dtype) -> Tensor:
 
 
 def expect_each_operation_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches: Sequence[int]) -> None:
-    """Fail unless every stage runs every micro-batch once forward and once backward."""
+    """Fail unless every stage runs every micro-batch once forward and once backward, F first."""
     expected = sorted((kind, micro_batch) for kind in "FB" for micro_batch in micro_batches)
     for stage, order in enumerate(orders):
         case = f"stage {stage} of {len(orders)}, {len(micro_batches)} micro-batches"
@@ -122,12 +168,13 @@ def expect_each_operation_once(orders: Sequence[Sequence[tuple[str, int]]], micr
         )
 
 
-def expect_messages(network, before: int, group, samples: Mapping[int, int], case: str) -> None:
+def expect_messages(network, before: int, groups: tuple, actions, samples: Mapping[int, int], case: str) -> None:
     """Fail unless this stage has sent one message per micro-batch and neighbour since record `before`, in order."""
-    records = network.records[before:]
-    for what, neighbour in (("the next stage", group.rank + 1), ("the stage before", group.rank - 1)):
+    records, group = network.records[before:], groups[0]
+    for kind, what, neighbour in (("F", "the next stage", group.rank + 1), ("B", "the stage before", group.rank - 1)):
         sent = [record.payload_bytes // 8 for record in records if record.name == "send" and record.peer == neighbour]
-        sizes = [number * TOKENS * WIDTH for number in samples.values()] * (0 <= neighbour < group.size)
+        order = [i for each, i in actions if each == kind and i in samples]
+        sizes = [samples[i] * TOKENS * WIDTH for i in order] * (0 <= neighbour < group.size)
         expect(f"elements of each message to {what}", sent, sizes, case=case)
     others = sorted({record.name for record in records} - {"send", "recv"})
     expect("operations besides send and recv", others, [], case=case)
@@ -135,8 +182,8 @@ def expect_messages(network, before: int, group, samples: Mapping[int, int], cas
     expect("operations that your code has not waited for", unfinished, [], case=case)
 
 
-def sums_of_tensors(step, group, weight: Tensor, micro_batches: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Call `step` on stages that add their weight; return the gradient of the weight and the stage's outputs.
+def sums_of_tensors(answer, group, weight: Tensor, micro_batches: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Run 1F1B on stages that add their weight; return the gradient of the weight and the stage's outputs.
 
     For `exercises.conditions`: the numbers are exact in every dtype.
     """
@@ -148,8 +195,10 @@ def sums_of_tensors(step, group, weight: Tensor, micro_batches: Sequence[int]) -
         out = x + parameter
         return (out * (i % 2 + 1)).sum() if group.rank == group.size - 1 else out
 
+    actions = one_f_one_b_actions(micro_batches, group.size - group.rank)
+    executor = answer.PipelineExecutor(actions, group, group, {"weight": parameter}, None)
     with torch.enable_grad():
-        step(run_stage, lambda i: weight.new_empty(i % 3 + 1, *weight.shape), micro_batches, group)
+        executor.run(run_stage, lambda i: weight.new_empty(i % 3 + 1, *weight.shape))
     return parameter.grad, [outputs[i] for i in micro_batches]
 
 
@@ -162,8 +211,8 @@ def sums_of_one_process(ranks: list[dict], rank: int) -> tuple[Tensor, list[Tens
     return torch.full_like(weights[0], slope), outputs
 
 
-def declare_step(name: str) -> Declaration:
-    """Return the declaration of a pipeline step with this name."""
+def declare_executor() -> Declaration:
+    """Return the declaration of a step of the executor."""
     draws = {"one micro-batch": 1, "some numbers left out": 2, "a micro-batch per rank": 3, "three per rank": 4}
     return Declaration(
         inputs={
@@ -172,14 +221,25 @@ def declare_step(name: str) -> Declaration:
                 lambda rank, ranks, draw: ([0, 1, 2, 3], [0], [0, 2, 3, 6], range(ranks), range(3 * ranks))[draw], draws
             ),
         },
-        call=lambda answer, group, weight, micro_batches: sums_of_tensors(
-            getattr(answer, name), group, weight, list(micro_batches)
-        ),
+        call=lambda answer, group, weight, micro_batches: sums_of_tensors(answer, group, weight, list(micro_batches)),
         reference=sums_of_one_process,
         max_bytes=lambda ranks: (
             2 * (len(ranks) - 1) * ranks[0]["weight"].nbytes * sum(i % 3 + 1 for i in ranks[0]["micro_batches"])
         ),
     )
+
+
+def expect_schedule(schedule: object, stages: int, case: str) -> list[list[tuple[str, int]]]:
+    """Return a schedule; fail unless it is a list of `stages` lists of pairs such as ("F", 0)."""
+    if schedule is None:
+        raise Wrong("type", "the function returned None: is a `return` missing?", "a list of lists", "None")
+    if type(schedule) is not list or not all(type(actions) is list for actions in schedule):
+        raise Wrong("type", "a schedule is a list of lists, one per stage", "a list of lists", show(schedule), case)
+    expect("the number of lists, one per stage", len(schedule), stages, case=case)
+    for action in (action for actions in schedule for action in actions):
+        if type(action) is not tuple or [type(each) for each in action] != [str, int]:
+            raise Wrong("type", "an action is a pair of a kind and a number", '("F", 0)', show(action), case)
+    return schedule
 
 
 def simulate_schedule(

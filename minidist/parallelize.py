@@ -13,14 +13,12 @@ from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
 from minidist.consistency.central import CentralReducer
 from minidist.consistency.merge import ReplicaMerger
-from minidist.parallel.context import simple as simple_context
-from minidist.parallel.context import split as fast_context
+from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parallel.data.replicate import broadcast_model, make_reducer
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
-from minidist.parallel.pipeline.simple import SimplePipelineExecutor
 from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
 from minidist.parallel.tensor import simple as simple_tensor
 from minidist.parallel.tensor import split as fast_tensor
@@ -65,7 +63,7 @@ class ParallelModel:
     model: nn.Module
     specs: dict[str, ParamSpec]
     reducer: GradientReducer
-    pipeline: PipelineExecutor | SimplePipelineExecutor | None = None
+    pipeline: PipelineExecutor | None = None
     parts: Sequence[range] = ()
     cp_attention: str = "ring"
     sequence_parallel: bool = False
@@ -111,11 +109,11 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         if config.model.tie_embeddings and EMBEDDING in used_by:
             stages[EMBEDDING] = first_and_last_stages(schedule)
     held = {name: ParamShard(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
-    tensor, context = (simple_tensor, simple_context) if config.engine == "mixed" else (fast_tensor, fast_context)
+    tensor = simple_tensor if config.engine == "mixed" else fast_tensor
     if mesh.tp > 1:
         held = tensor.apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
-        context.apply_context_parallel(model, groups["context"], config.parallel.context)
+        apply_context_parallel(model, groups["context"], config.parallel.context)
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
@@ -133,8 +131,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        executor = SimplePipelineExecutor if config.engine == "mixed" else PipelineExecutor
-        pipeline = executor(schedule, between, reducer, named_parameters(model), used_by, shared)
+        pipeline = PipelineExecutor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
     merger = ReplicaMerger(config, reducer, groups) if config.consistency.merges_replicas else None

@@ -5,14 +5,17 @@ blocks of keys and values go round a ring, and a rank merges each block's result
 
 query, key, value and the output: (b, heads, s / n, d), in one dtype, fp32 or fp64. The log-sum-exp of each query's
 scores, (b, heads, s / n), in that dtype. positions: (n, s / n) int64; row r has the positions of rank r's tokens in the
-sequence, in any layout. Arguments do not change. send_to_next takes and returns any shape and dtype.
+sequence, in any layout. Arguments do not change. send_to_next takes and returns any shape and dtype. causal_scores
+returns (b, heads, q, k); merge_block takes the results over earlier blocks and a block's scores, where a query may see
+none of the block's keys, and returns the results over both. No earlier block: out is 0, and lse minus infinity.
 Example: 2 ranks with one token each, d = 1, all queries and keys 0, values 1 on rank 0 and 5 on rank 1.
     With positions [[0], [1]] rank 0 returns out 1 and lse log 1 = 0, rank 1 returns out 3 and lse log 2 = 0.6931.
     With positions [[1], [0]] rank 0 returns out 3 and lse 0.6931, rank 1 returns out 5 and lse 0.
 
 Checked: output and log-sum-exp on 1 to 4 ranks against one process in float64, for three layouts and 1 to 6 tokens per
-rank; scores in the thousands; what each rank sends, which is its block n - 1 times to one neighbour; what send_to_next
-returns; memory, which must not grow with the number of ranks; and float32, other strides and groups on 1 to 7 ranks.
+rank; merge_block for blocks of any size in any order; scores in the thousands; what each rank sends, which is its block
+n - 1 times to one neighbour; what send_to_next returns; memory, which must not grow with the number of ranks; and
+float32, other strides and groups on 1 to 7 ranks.
 
 You may call:
     batch_send_recv([P2POp("send", tensor, to), P2POp("recv", tensor, source)], group)   both at once; returns when done
@@ -22,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check ring_attention
 
-Stub 9fd6f39a.
+Stub 7a4d59bb.
 """
 
 import torch
@@ -37,16 +40,26 @@ def send_to_next(x: Tensor, group: Group) -> Tensor:
 
 
 def causal_scores(query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Return `query key^T / sqrt(d)`, (b, heads, q, k); minus infinity where the key's position is the later one.
+    """Return `query key^T / sqrt(d)`, (b, heads, q, k); minus infinity where the key comes after the query.
 
     query: (b, heads, q, d). key: (b, heads, k, d). query_positions: (q,). key_positions: (k,).
     """
     raise NotImplementedError("return the scores, minus infinity where the key comes after the query")
 
 
-def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Collective: return the attention output of this rank's queries, and the log-sum-exp of each query's scores.
+def merge_block(out: Tensor, lse: Tensor, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one block of keys and values to the attention over earlier blocks; return the new `out` and `lse`.
 
-    query, key, value, output: (b, heads, s / n, d). log-sum-exp: (b, heads, s / n). positions: from `all_positions`.
+    out: (b, heads, q, d), the attention output over the earlier blocks. lse: (b, heads, q), the logarithm of the sum of
+    the exponentials of their scores. scores: (b, heads, q, k), of the new block. value: (b, heads, k, d).
+    """
+    raise NotImplementedError("return the output and the log-sum-exp over the earlier blocks and this one")
+
+
+def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Collective: return the attention output of this rank's queries, and the log-sum-exp of their scores.
+
+    query, key, value, output: (b, heads, s / n, d), of this rank's tokens. log-sum-exp: (b, heads, s / n). positions:
+    from `all_positions`. Sends each rank's keys and values n - 1 times.
     """
     raise NotImplementedError("return the output and the log-sum-exp over the keys of all ranks")

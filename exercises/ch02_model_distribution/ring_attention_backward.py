@@ -17,29 +17,30 @@ neighbours only; memory, which must not grow with the number of ranks; and float
 ranks.
 
 You may call:
-    send_to_next(x, group)   sends x to the next rank; returns what the previous one sent, of the same shape; 2.11
-    causal_scores(query, key, query_positions, key_positions)   (b, heads, q, k), minus infinity for hidden keys; 2.11
+    send_to_next(x, group)   sends x to the next rank; returns what the previous one sent, of the same shape; 2.12
+    causal_scores(query, key, query_positions, key_positions)   (b, heads, q, k), minus infinity for hidden keys; 2.12
     group.rank, group.size; Tensor.exp(), Tensor.mT   the last two dimensions swapped
     torch.stack((key, value))   one contiguous tensor, (2, ...); torch.zeros_like; Tensor.sum(-1, keepdim=True)
 
 Check it with: python -m exercises check ring_attention_backward
 
-Stub 601d2b1d.
+Stub 6e56e773.
 """
 
 import torch
 from torch import Tensor
 
 from minidist.comm import Group
-from minidist.parallel.context.simple import causal_scores, send_to_next
+from minidist.simple.context_parallel import causal_scores, send_to_next
 
 
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, positions: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective: return the gradients of query, key and value.
+    """Collective: return the gradients of this rank's query, key and value.
 
-    grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as there. The gradients of a
-    block's keys and values go round with it: each rank adds its term, and the last hop returns them to the owner.
+    grad: of the output. out, lse: the results of `ring_forward`. With P the softmax, O = P V and D = rowsum(dO * O):
+    dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K, dK = dS^T Q (Dao et al. 2022, arXiv 2205.14135, appendix B.4). The
+    gradients of a block of keys and values go round with it: each rank adds its term, and the last hop returns them.
     """
     raise NotImplementedError("return the gradients of query, key and value")

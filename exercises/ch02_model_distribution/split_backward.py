@@ -1,73 +1,59 @@
 """Split backward: delay the weight gradient.
 
-Split the backward of a linear layer in two: the input gradient at once, since the previous stage waits for it, and
-the weight gradient later, in a slot in which the stage would be idle.
+Split the backward of a stage in two: B computes the gradient of its input, for which the previous stage waits, and W
+later those of its weights, for which nobody waits. Write the schedule, and both halves.
 
-_Linear: an autograd function of y = x W^T. x: (..., in). weight: (out, in). Its backward gets grad = dy, (..., out),
-appends (name, x, dy) to the list `deferred`, and returns the gradient of x alone. DeferWeightGradients: a context
-manager that calls _linear in place of F.linear; _linear uses _Linear for the weights in `names`, if there is no bias
-and the input needs a gradient, and else F.linear itself. compute_weight_gradient: returns dW = dy^T x, (out, in),
-summed over all other dimensions.
-Example: x = [[1, 2]], W = [[3, 4]] and dy = [[5]]. Backward gives dx = [[15, 20]] and defers ("w", x, dy);
-    compute_weight_gradient then gives dW = [[5, 10]].
+split_backward(actions): the actions of one stage, pairs (kind, i) with kind "F" or "B". Returns a new list with a
+("W", i) for each ("B", i): right after the next B, and the last one at the end.
+backward_of_input(out, hidden, grad): out is the stage's output, of any shape; grad is its gradient, of the same shape,
+or None if out is the loss, (). Adds the gradient of the input to hidden.grad, and gives no parameter a `.grad`. hidden
+is None on the first stage: nothing is to be done. backward_of_weights(out, parameters, grad): returns {name: gradient},
+with every parameter of the dictionary that out depends on, and changes no `.grad`. It comes once, after
+backward_of_input, for the same out, and other micro-batches may come in between.
+Example: split_backward turns F0 F1 B0 F2 B1 B2 into F0 F1 B0 F2 B1 W0 B2 W1 W2.
+    With x = [[1, 2]], w = [[3, 4]], out = x w^T = [[11]] and grad = [[5]], backward_of_input gives x.grad = [[15, 20]]
+    and leaves w.grad None; backward_of_weights(out, {"w": w}, grad) returns {"w": [[5, 10]]}.
 
-Checked: both gradients against full backward, for x of two and three dimensions; that backward multiplies no matrix
-for the weight gradient and calls no hook of the weight; several micro-batches in any order; a weight that is used
-twice; weights that are not named, layers with a bias, and inputs without gradient.
+Checked: the lists for GPipe, 1F1B and other orders; both halves against torch's backward in float64, for a loss and for
+hidden states, several micro-batches in any order, a first stage and parameters that out does not depend on; that the
+first half computes no weight gradient, counted in floating-point operations, and calls no hook of a parameter; and that
+the second half frees the graph.
 
 You may call:
-    ctx.save_for_backward(x, weight), ctx.saved_tensors; ctx.name = ...   anything that is no tensor
-    F.linear(x, weight, bias); _Linear.apply(x, weight, name, deferred)
-    Tensor.detach()   the same numbers without a graph: no gradient reaches the weight, and no hook of it is called
-    Tensor.flatten(0, -2)   one dimension in place of all but the last; a @ b, Tensor.T
+    out.backward(grad, inputs=[tensor], retain_graph=True)   only these tensors get a .grad, and the graph is kept
+    torch.autograd.grad(out, tensors, grad, allow_unused=True)   a tuple of gradients; None if out does not use one
+    dict.keys(), dict.values(), zip(a, b), list.append(action)
 
 Check it with: python -m exercises check split_backward
 
-Stub b44f4d8b.
+Stub 81f2edb4.
 """
 
-from collections.abc import Mapping
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from minidist.parallel.pipeline.split_backward import DeferredWeightGradient
+from minidist.simple.pipeline import Action
 
 
-class _Linear(torch.autograd.Function):
-    """`F.linear` without bias, whose backward returns dx and appends the inputs of dW to a list."""
+def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
+    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
 
-    @staticmethod
-    def forward(ctx, x, weight, name, deferred):
-        raise NotImplementedError("keep what backward needs; return x W^T")
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise NotImplementedError("defer the weight gradient; return the gradient of x, and None for the rest")
-
-
-class DeferWeightGradients(TorchFunctionMode):
-    """A context manager in which linear layers defer their weight gradients in backward.
-
-    names: the name of each weight whose gradient is deferred. deferred: the list to which backward appends one entry
-    per deferred gradient, for `compute_weight_gradient`. Layers with a bias, and layers whose input needs no gradient,
-    keep their full backward.
+    out: the stage's output. grad: its gradient; None if `out` is the loss.
     """
-
-    def __init__(self, names: Mapping[Tensor, str], deferred: list[DeferredWeightGradient]):
-        super().__init__()
-        self._names, self._deferred = names, deferred
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("return x W^T + bias, by _Linear if the weight gradient is to be deferred")
+    raise NotImplementedError("compute the gradient of the input, and keep the graph")
 
 
-def compute_weight_gradient(deferred: DeferredWeightGradient) -> Tensor:
-    """Return the gradient of a linear layer's weight, `dW = dy^T x`, (out, in). deferred: (name, x, dy)."""
-    _, x, grad = deferred
-    raise NotImplementedError("return the gradient of the weight, (out, in)")
+def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
+
+    Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
+    """
+    raise NotImplementedError("return the gradients of the parameters by name")
+
+
+def split_backward(actions: list[Action]) -> list[Action]:
+    """Split each backward: ("B", i) computes the gradient that the previous stage waits for, ("W", i) those of weights.
+
+    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else.
+    """
+    raise NotImplementedError("return the actions with a W for each B")

@@ -66,6 +66,26 @@ def attention_of_one_process(answer, world, network):
         Case(network.divided_group, "contiguous", 3).check(answer)
 
 
+@test(points=2)
+def merges_blocks_in_any_order(answer):
+    """`merge_block` gives the attention over all blocks so far, also if a query sees no key of a block."""
+    query, key, value = (draw(salt, 12) for salt in (1, 2, 3))
+    scores = query @ key.mT / WIDTH**0.5
+    scores[:, :, 4:8, 5:9] = -torch.inf
+    for blocks in (((0, 12),), ((0, 5), (5, 9), (9, 12)), ((9, 12), (5, 9), (0, 5)), ((0, 1), (5, 9), (1, 5))):
+        out, lse, seen = torch.zeros_like(query), torch.full_like(query[..., 0], -torch.inf), []
+        for begin, end in blocks:
+            passed = out, lse, scores[..., begin:end].clone(), value[:, :, begin:end].clone()
+            copies = [x.clone() for x in passed]
+            out, lse = answer.merge_block(*passed)
+            expect("the arguments afterwards", list(passed), copies)
+            seen += range(begin, end)
+            case = f"keys {seen}, of which queries 4 to 7 do not see 5 to 8"
+            wanted = scores[..., seen].softmax(-1) @ value[:, :, seen]
+            expect("the output", out, wanted, tolerance=TOLERANCE, case=case)
+            expect("the log-sum-exp", lse, scores[..., seen].logsumexp(-1), tolerance=TOLERANCE, case=case)
+
+
 @test(points=4, ranks=(1, 2, 3))
 def large_scores(answer, world, network):
     """Scores in the thousands neither overflow nor lose the smaller terms, whichever block has the largest."""

@@ -1,10 +1,14 @@
-"""Tests of split_backward: the reference is torch's unsplit backward, in float64."""
+"""Tests of split_backward: schedules written by hand; the reference of both halves is torch's unsplit backward."""
+
+import gc
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from exercises.observations import count_flops
+from exercises.pipeline import operation_names
 from exercises.testing import Wrong, expect, test
 
 TOLERANCE = 1e-12  # sums of less than a hundred terms of about 1, in float64 in another order
@@ -14,148 +18,125 @@ def draw(salt, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(salt), dtype=torch.float64)
 
 
-def layers():
-    """Two linear layers of different shapes, (in 4, out 6) and (in 6, out 3)."""
-    return {"first": nn.Parameter(draw(1, 6, 4)), "second": nn.Parameter(draw(2, 3, 6))}
+def make_parameters():
+    """The parameters of two linear layers of different shapes and a scale, and one that is never used."""
+    values = {"first": draw(1, 6, 4), "scale": draw(2, 6), "second": draw(3, 3, 6), "unused": draw(4, 2)}
+    return {name: nn.Parameter(value) for name, value in values.items()}
 
 
-def run(weights, x):
-    return F.linear(F.linear(x, weights["first"]).tanh(), weights["second"])
+def run_stage(parameters, x, is_loss=False):
+    out = F.linear(F.linear(x, parameters["first"]).tanh() * parameters["scale"], parameters["second"])
+    return out.square().sum() if is_loss else out
 
 
-def split(answer, weights, x, names=("first", "second")):
-    """Run forward under DeferWeightGradients; return the output and the list of deferred gradients."""
-    deferred = []
-    with answer.DeferWeightGradients({weights[name]: name for name in names}, deferred):
-        out = run(weights, x)
-    return out, deferred
+class MicroBatch:
+    """A micro-batch of a stage: its input, output and the output's gradient, and what torch's backward computes."""
 
+    def __init__(self, parameters, salt, shape=(5, 4), is_loss=False, is_first=False):
+        self.parameters, self.shape = parameters, shape
+        x = draw(salt, *shape)
+        self.grad = None if is_loss else draw(salt + 1, *shape[:-1], 3)
+        self.hidden = None if is_first else x.clone().requires_grad_()
+        self.out = run_stage(parameters, x if is_first else self.hidden, is_loss)
+        other, x = make_parameters(), x.clone().requires_grad_()
+        run_stage(other, x, is_loss).backward(self.grad)
+        self.wanted_hidden = x.grad
+        self.wanted = {name: each.grad for name, each in other.items() if each.grad is not None}
+        self.case = f"hidden states of shape {shape}" + ", the last stage" * is_loss + ", the first stage" * is_first
 
-def reference(x, arriving):
-    """Return the gradient of x and the weight gradients by name, by torch's backward."""
-    weights, x = layers(), x.detach().clone().requires_grad_()
-    run(weights, x).backward(arriving)
-    return x.grad, {name: weight.grad for name, weight in weights.items()}
+    def first_half(self, answer):
+        answer.backward_of_input(self.out, self.hidden, self.grad)
+        if self.hidden is not None:
+            got = self.hidden.grad
+            expect("the gradient of the input", got, self.wanted_hidden, tolerance=TOLERANCE, case=self.case)
 
-
-def later(answer, deferred):
-    """Return the deferred weight gradients, summed by name."""
-    total = {}
-    for half in deferred:
-        grad = answer.compute_weight_gradient(half)
-        total[half[0]] = total.get(half[0], 0) + grad
-    return total
+    def second_half(self, answer):
+        got = answer.backward_of_weights(self.out, self.parameters, self.grad)
+        if not isinstance(got, dict):
+            what = "backward_of_weights returns gradients by name"
+            raise Wrong("type", what, "a dict", type(got).__name__, self.case)
+        expect("the names of the gradients", sorted(got), sorted(self.wanted), case=self.case)
+        for name, wanted in self.wanted.items():
+            expect(f"the gradient of {name}", got[name], wanted, tolerance=TOLERANCE, case=self.case)
+        with_grad = [name for name, each in self.parameters.items() if each.grad is not None]
+        expect("parameters that have a .grad", with_grad, [], case=self.case)
 
 
 @test(points=4)
-def equals_torchs_backward(answer):
-    """Backward computes the gradient of x, and compute_weight_gradient those of the weights, for any shape of x."""
+def each_w_follows_the_next_b(answer):
+    """Each W comes right after the next B, and the last one at the end; the argument does not change."""
+    for text, wanted in (
+        ("", ""),
+        ("F0 B0", "F0 B0 W0"),
+        ("F0 F1 B0 B1", "F0 F1 B0 B1 W0 W1"),
+        ("F0 F1 B0 F2 B1 B2", "F0 F1 B0 F2 B1 W0 B2 W1 W2"),
+        ("F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3"),
+        ("F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"),
+        ("F7 F3 B3 B7 F5 B5", "F7 F3 B3 B7 W3 F5 B5 W7 W5"),
+    ):
+        actions = [(word[0], int(word[1:])) for word in text.split()]
+        given = list(actions)
+        got = answer.split_backward(given)
+        if type(got) is not list:
+            raise Wrong("type", "split_backward returns a list of actions", "a list", type(got).__name__, case=text)
+        expect("the actions", operation_names(got), wanted, case=text or "no action")
+        expect("the actions that were given, afterwards", given, actions, case=text or "no action")
+
+
+@test(points=5)
+def both_halves_equal_torchs_backward(answer):
+    """The halves compute what one backward computes, for hidden states and for a loss, also on the first stage."""
     for shape in ((1, 4), (5, 4), (2, 3, 4)):
-        weights, x = layers(), draw(3, *shape).requires_grad_()
-        arriving = draw(4, *shape[:-1], 3)
-        out, deferred = split(answer, weights, x)
-        out.backward(arriving)
-        grad, grads = reference(x, arriving)
-        case = f"x of shape {shape}"
-        expect("the gradient of x", x.grad, grad, tolerance=TOLERANCE, case=case)
-        expect(
-            "the names of the deferred gradients", sorted(half[0] for half in deferred), ["first", "second"], case=case
-        )
-        for name, got in later(answer, deferred).items():
-            expect(f"the gradient of the {name} weight", got, grads[name], tolerance=TOLERANCE, case=case)
-        inside = x.detach() @ weights["first"].detach().T
-        inputs = {"first": x.detach(), "second": inside.tanh()}
-        for name, kept, _ in deferred:
-            what = f"x of the entry of {name}, without its batch dimensions"
-            expect(what, kept.flatten(0, -2), inputs[name].flatten(0, -2), tolerance=TOLERANCE, case=case)
-
-
-@test(points=4)
-def backward_defers_the_weight_gradient(answer):
-    """Backward computes only the gradient of the input, and calls no hook of a weight."""
-    weights, x = layers(), draw(3, 2, 3, 4).requires_grad_()
-    called = []
-    for name, weight in weights.items():
-        weight.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    with count_flops() as forward:
-        out, deferred = split(answer, weights, x)
-    with count_flops() as backward:
-        out.sum().backward()
-    with count_flops() as weight_half:
-        later(answer, deferred)
-    once = forward.get_total_flops()
-    counts = {"backward": backward.get_total_flops(), "compute_weight_gradient": weight_half.get_total_flops()}
-    for what, got in counts.items():
-        if got != once:
-            raise Wrong("wrong", f"floating-point operations in {what} (forward: {once})", str(once), str(got))
-    expect("weight hooks called by backward", called, [])
-    expect("weights that have a .grad", [name for name, weight in weights.items() if weight.grad is not None], [])
-
-
-@test(points=4)
-def several_micro_batches(answer):
-    """Each micro-batch defers its own gradients, which can be computed in any order."""
-    weights, total = layers(), {"first": 0, "second": 0}
-    left = []
-    for salt in (5, 6, 7):
-        x, arriving = draw(salt, 2, salt, 4).requires_grad_(), draw(10 + salt, 2, salt, 3)
-        out, deferred = split(answer, weights, x)
-        out.backward(arriving)
-        grad, grads = reference(x, arriving)
-        expect("the gradient of x", x.grad, grad, tolerance=TOLERANCE)
-        left.append(deferred)
-        total = {name: total[name] + grads[name] for name in total}
-    got = later(answer, [half for deferred in reversed(left) for half in reversed(deferred)])
-    for name in total:
-        expect(
-            f"the gradient of the {name} weight over three micro-batches", got[name], total[name], tolerance=TOLERANCE
-        )
-
-
-@test(points=2)
-def a_weight_that_is_used_twice(answer):
-    """Each use of a weight defers a gradient of its own."""
-    weight, x, deferred = nn.Parameter(draw(1, 4, 4)), draw(3, 5, 4).requires_grad_(), []
-    arriving = draw(4, 5, 4)
-    with answer.DeferWeightGradients({weight: "both"}, deferred):
-        out = F.linear(F.linear(x, weight).tanh(), weight)
-    out.backward(arriving)
-    other = weight.detach().clone().requires_grad_()
-    F.linear(F.linear(x.detach(), other).tanh(), other).backward(arriving)
-    expect("the names of the deferred gradients", [half[0] for half in deferred], ["both", "both"])
-    expect("the gradient of the weight", later(answer, deferred)["both"], other.grad, tolerance=TOLERANCE)
+        for is_loss, is_first in ((False, False), (True, False), (False, True), (True, True)):
+            micro_batch = MicroBatch(make_parameters(), 10, shape, is_loss, is_first)
+            micro_batch.first_half(answer)
+            micro_batch.second_half(answer)
 
 
 @test(points=3)
-def other_layers_keep_their_backward(answer):
-    """Only the named weights are deferred, and not those of a layer with a bias or whose input needs no gradient."""
-    weights, x = layers(), draw(3, 5, 4).requires_grad_()
-    out, deferred = split(answer, weights, x, names=("second",))
-    arriving = draw(4, 5, 3)
-    out.backward(arriving)
-    grad, grads = reference(x, arriving)
-    expect("the gradient of x", x.grad, grad, tolerance=TOLERANCE)
-    expect("the .grad of a weight that is not named", weights["first"].grad, grads["first"], tolerance=TOLERANCE)
-    got = later(answer, deferred)
-    expect("deferred weights", sorted(got), ["second"])
-    expect("the gradient of the second weight", got["second"], grads["second"], tolerance=TOLERANCE)
-    weights = layers()
-    out, deferred = split(answer, weights, x.detach())
-    out.backward(arriving)
-    expect("deferred weights if x needs no gradient", [half[0] for half in deferred], ["second"])
-    expect(
-        "the .grad of the first weight if x needs no gradient",
-        weights["first"].grad,
-        grads["first"],
-        tolerance=TOLERANCE,
-    )
-    weight, bias, x = layers()["first"], draw(8, 6).requires_grad_(), draw(3, 5, 4).requires_grad_()
-    deferred = []
-    with answer.DeferWeightGradients({weight: "first"}, deferred):
-        out = F.linear(x, weight, bias)
-    arriving = draw(9, 5, 6)
-    out.backward(arriving)
-    expect("the output of a layer with a bias", out, x @ weight.T + bias, tolerance=TOLERANCE)
-    expect("deferred weights of a layer with a bias", [half[0] for half in deferred], [])
-    expect("the gradient of a layer's bias", bias.grad, arriving.sum(0), tolerance=TOLERANCE)
-    expect("the .grad of the weight of a layer with a bias", weight.grad, arriving.T @ x, tolerance=TOLERANCE)
+def several_micro_batches(answer):
+    """The halves of several micro-batches may run in any order."""
+    parameters = make_parameters()
+    several = [MicroBatch(parameters, 20 + 2 * number, (2, 1 + number, 4)) for number in range(4)]
+    for which, half in ((1, "first"), (0, "first"), (0, "second"), (3, "first"), (2, "first"), (3, "second")):
+        getattr(several[which], f"{half}_half")(answer)
+    for which in (2, 1):
+        several[which].second_half(answer)
+
+
+@test(points=3)
+def first_half_computes_the_input_gradient_only(answer):
+    """The first half multiplies no matrix for a weight gradient, calls no hook of a parameter and gives it no .grad."""
+    for is_first in (False, True):
+        parameters, called = make_parameters(), []
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, called=called: called.append(name))
+        with count_flops() as forward:
+            run_stage(parameters, draw(9, 5, 4))
+        micro_batch = MicroBatch(parameters, 30, is_first=is_first)
+        with count_flops() as first:
+            micro_batch.first_half(answer)
+        most = 0 if is_first else forward.get_total_flops()
+        if first.get_total_flops() > most:
+            what = f"floating-point operations of the first half (forward: {forward.get_total_flops()})"
+            raise Wrong("wrong", what, f"at most {most}", str(first.get_total_flops()), case=micro_batch.case)
+        with_grad = [name for name, each in parameters.items() if each.grad is not None]
+        expect("parameters that have a .grad after the first half", with_grad, [], case=micro_batch.case)
+        micro_batch.second_half(answer)
+        expect("parameters whose hook was called", called, [], case=micro_batch.case)
+
+
+@test(points=2)
+def second_half_frees_the_graph(answer):
+    """After the second half the tensors that forward saved are freed, although the output is still there."""
+    parameters, hidden = make_parameters(), draw(40, 5, 4).requires_grad_()
+    inside = F.linear(hidden, parameters["first"]).exp()  # exp saves its result
+    saved = StorageWeakRef(inside.untyped_storage())
+    out, grad = F.linear(inside, parameters["second"]), draw(41, 5, 3)
+    del inside
+    answer.backward_of_input(out, hidden, grad)
+    expect("whether the graph is there after the first half", saved.expired(), False)
+    gradients = answer.backward_of_weights(out, parameters, grad)
+    expect("the names of the gradients", sorted(gradients), ["first", "second"])
+    gc.collect()
+    expect("whether the graph is freed after the second half", saved.expired(), True)

@@ -53,7 +53,7 @@ class Case:
         return attend_causally(*inputs)
 
     def call(self, answer):
-        return answer.ulysses_attention(*self.leaves, self.attend, self.group, self.layout)
+        return answer.ulysses_attention(*self.leaves, self.group, self.attend, zigzag=self.layout == "zigzag")
 
     def backward(self, out):
         expect("whether the output has a gradient function", out.requires_grad, True, case=self.name)
@@ -84,23 +84,24 @@ def attention_of_one_process(answer, world, network):
 
 @test(points=5, ranks=(1, 2, 3, 4))
 def exchanges_of_heads_and_tokens(answer, world, network):
-    """`sequence_to_heads` gives a rank its heads of all tokens in rank order; `heads_to_sequence` undoes it."""
+    """`SwapShards` gives a rank its heads of all tokens in rank order, or all heads of its tokens; gradients return."""
     for heads, each in ((world.size, 1), (2 * world.size, 3), (3 * world.size, 2)):
         n, group = heads // world.size, network.group
         mine = slice(world.rank * n, (world.rank + 1) * n)
         tokens = slice(world.rank * each, (world.rank + 1) * each)
         full, grad = draw(5, heads, world.size * each), draw(6, heads, world.size * each)
         pairs = (
-            ("sequence_to_heads", (slice(None), slice(None), tokens), (slice(None), mine)),
-            ("heads_to_sequence", (slice(None), mine), (slice(None), slice(None), tokens)),
+            (1, 2, (slice(None), slice(None), tokens), (slice(None), mine)),
+            (2, 1, (slice(None), mine), (slice(None), slice(None), tokens)),
         )
-        for name, given, wanted in pairs:
+        for split, join, given, wanted in pairs:
             x = full[given].contiguous().requires_grad_()
-            result, case = getattr(answer, name)(x, group), f"{heads} heads, {each} tokens each, {world.size} ranks"
-            expect(f"the result of {name}", result, full[wanted], case=case)
+            case = f"split={split}, join={join}: {heads} heads, {each} tokens each, {world.size} ranks"
+            result = answer.SwapShards.apply(x, split, join, group)
+            expect("the result of SwapShards", result, full[wanted], case=case)
             expect("whether the result has a gradient function", result.requires_grad, True, case=case)
             (gradient,) = torch.autograd.grad(result, x, grad[wanted])
-            expect(f"the gradient of {name}'s argument", gradient, grad[given], case=case)
+            expect("the gradient of SwapShards' argument", gradient, grad[given], case=case)
             expect("the argument afterwards", x, full[given], case=case)
 
 
@@ -197,7 +198,7 @@ def attention_reference(ranks, rank):
 def call_ulysses(answer, group, query, key, value, grad, draw):
     """Return the output and the gradients of query, key and value."""
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    out = answer.ulysses_attention(*leaves, attend_causally, group, DRAWS[draw][0])
+    out = answer.ulysses_attention(*leaves, group, attend_causally, DRAWS[draw][0] == "zigzag")
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 

@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank (stage) has some consecutive layers, and micro-batches pass through the stages.
 
 A schedule is data: for every stage a list of actions ("F", i), ("B", i) or ("W", i): forward, backward, or the weight
-half of a split backward of micro-batch i. GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forwards and then all
-backwards. 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: as many
-micro-batches are in flight as there are later stages, not as there are micro-batches. One executor runs every schedule.
+half of a split backward of micro-batch i. GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forwards first. 1F1B
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: as many micro-batches
+are in flight as there are later stages, not as there are micro-batches. One executor runs every schedule.
 """
 
 from collections.abc import Callable, Set
@@ -50,6 +50,24 @@ def split_backward(actions: list[Action]) -> list[Action]:
             result += waiting
             waiting = [("W", i)]
     return result + waiting
+
+
+def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
+    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
+
+    out: the stage's output. grad: its gradient; None if `out` is the loss.
+    """
+    if hidden is not None:
+        out.backward(grad, inputs=[hidden], retain_graph=True)
+
+
+def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
+
+    Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
+    """
+    found = torch.autograd.grad(out, list(parameters.values()), grad, allow_unused=True)
+    return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
@@ -115,9 +133,9 @@ class PipelineExecutor:
     It cannot deadlock: sends are asynchronous, so a stage only ever waits for what an earlier action of a neighbour
     sends, and each direction has a process group of its own, in which transfers are in the order of the micro-batches.
 
-    actions: of this stage. activations, gradients: groups of all stages, in order. parameters: of this stage, by name.
-    add: called with the name and the gradient of a parameter by a split backward, whose gradients do not pass through
-    hooks. peak_in_flight: the largest number of micro-batches between their forward and the end of their backward.
+    actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
+    gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split
+    backward, whose gradients do not pass through hooks. peak_in_flight: the largest number of micro-batches in flight.
     """
 
     actions: list[Action]
@@ -126,6 +144,15 @@ class PipelineExecutor:
     parameters: dict[str, nn.Parameter]
     add: Callable[[str, Tensor], None]
     peak_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        self.stage = self.activations.rank
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.activations.size - 1
+        self.is_split = any(kind == "W" for kind, _ in self.actions)
+        self.in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # by micro-batch: hidden states received, output
+        self.output_gradients: dict[int, Tensor | None] = {}  # by micro-batch, between B and W
+        self.activation_sends: dict[int, Handle] = {}  # by micro-batch
+        self.gradient_sends: list[Handle] = []  # the last one
 
     def run(
         self,
@@ -139,25 +166,21 @@ class PipelineExecutor:
         run_stage: runs this stage's layers on a micro-batch, whose number it gets with the previous stage's hidden
         states (None on the first stage), and returns hidden states, on the last stage the micro-batch's part of the
         loss. empty_hidden: allocates a tensor for the hidden states of a micro-batch. skip: the same on all stages.
-        on_backward_done: called when this stage has done a micro-batch's backward.
+        on_backward_done: called when this stage has done a micro-batch's backward, and holds none of its tensors.
         """
-        self.run_stage, self.empty_hidden = run_stage, empty_hidden
-        self.is_first = self.activations.rank == 0
-        self.is_last = self.activations.rank == self.activations.size - 1
-        self.is_split = any(kind == "W" for kind, _ in self.actions)
-        self.in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # hidden states that came in, output
-        self.output_gradients: dict[int, Tensor | None] = {}  # between B and W
-        self.activation_sends: dict[int, Handle] = {}  # by micro-batch
-        self.gradient_sends: list[Handle] = []  # the last one
-        perform = {"F": self.forward, "B": self.backward, "W": self.weight_gradients}
-        for kind, micro_batch in self.actions:
-            if micro_batch not in skip:
-                perform[kind](micro_batch)
-                if kind == ("W" if self.is_split else "B"):
-                    del self.in_flight[micro_batch]
-                    on_backward_done()
+        for kind, i in [action for action in self.actions if action[1] not in skip]:
+            if kind == "F":
+                self.forward(i, run_stage, empty_hidden)
+            elif kind == "B":
+                self.backward(i, empty_hidden)
+            elif kind == "W":
+                self.weight_gradients(i)
+            if kind == ("W" if self.is_split else "B"):
+                del self.in_flight[i]
+                on_backward_done()
         for handle in (*self.activation_sends.values(), *self.gradient_sends):
             handle.wait()
+        self.gradient_sends.clear()
 
     @torch.no_grad()
     def run_forward(self, run_stage: RunStage, empty_hidden: EmptyHidden, num_micro_batches: int) -> None:
@@ -165,50 +188,42 @@ class PipelineExecutor:
         forwards = [("F", i) for i in range(num_micro_batches)]
         replace(self, actions=forwards).run(run_stage, empty_hidden)
 
-    def forward(self, micro_batch: int) -> None:
+    def forward(self, i: int, run_stage: RunStage, empty_hidden: EmptyHidden) -> None:
         """Receive hidden states from the previous stage, run the layers, and send the result to the next stage."""
         hidden = None
         if not self.is_first:
-            hidden = self.empty_hidden(micro_batch)
-            recv(hidden, self.activations.rank - 1, self.activations)
+            hidden = empty_hidden(i)
+            recv(hidden, self.stage - 1, self.activations)
             hidden.requires_grad_()
-        out = self.run_stage(micro_batch, hidden)
+        out = run_stage(i, hidden)
         if not self.is_last:
             message = out.detach().contiguous()
-            handle = send(message, self.activations.rank + 1, self.activations, async_op=True)
-            self.activation_sends[micro_batch] = handle
+            self.activation_sends[i] = send(message, self.stage + 1, self.activations, async_op=True)
         if torch.is_grad_enabled():  # there will be a backward
-            self.in_flight[micro_batch] = hidden, out
-        self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
+            self.in_flight[i] = hidden, out
+            self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
 
-    def backward(self, micro_batch: int) -> None:
+    def backward(self, i: int, empty_hidden: EmptyHidden) -> None:
         """Receive the output's gradient from the next stage, run backward, and send the input's to the previous one."""
-        hidden, out = self.in_flight[micro_batch]
+        hidden, out = self.in_flight[i]
         grad = None  # of the loss: 1
         if not self.is_last:
-            grad = self.empty_hidden(micro_batch)
-            recv(grad, self.gradients.rank + 1, self.gradients)
-            self.activation_sends.pop(micro_batch).wait()  # it has arrived; the handle holds its memory
-        if not self.is_split:
-            out.backward(grad)
-        elif not self.is_first:  # of the input alone
-            out.backward(grad, inputs=[hidden], retain_graph=True)
+            grad = empty_hidden(i)
+            recv(grad, self.stage + 1, self.gradients)
+            self.activation_sends.pop(i).wait()  # it has arrived; the handle holds its memory
         if self.is_split:
-            self.output_gradients[micro_batch] = grad
+            backward_of_input(out, hidden, grad)
+            self.output_gradients[i] = grad
+        else:
+            out.backward(grad)
         if not self.is_first:
             message = hidden.grad.contiguous()
             while self.gradient_sends:
                 self.gradient_sends.pop().wait()
-            self.gradient_sends.append(send(message, self.gradients.rank - 1, self.gradients, async_op=True))
+            self.gradient_sends.append(send(message, self.stage - 1, self.gradients, async_op=True))
 
-    def weight_gradients(self, micro_batch: int) -> None:
-        """Compute the gradients of this stage's parameters, the second half of a split backward.
-
-        Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
-        """
-        _, out = self.in_flight[micro_batch]
-        grad = self.output_gradients.pop(micro_batch)
-        found = torch.autograd.grad(out, list(self.parameters.values()), grad, allow_unused=True)
-        for name, gradient in zip(self.parameters, found, strict=True):
-            if gradient is not None:
-                self.add(name, gradient)
+    def weight_gradients(self, i: int) -> None:
+        """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
+        _, out = self.in_flight[i]
+        for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
+            self.add(name, gradient)

@@ -1,4 +1,4 @@
-"""Ring attention, backward: the solution, as it stands in minidist.parallel.context.simple.
+"""Ring attention, backward: the solution, as it stands in minidist.simple.context_parallel.
 
 Backward does not store the weights of forward: s / n times s numbers per head would be as much as context parallelism
 is meant to avoid. One number per query, the log-sum-exp over all keys, is enough to compute any block's weights
@@ -8,7 +8,7 @@ because out is the sum of P times the values, so each rank computes it for its o
 
 The gradient of a query needs the keys of all ranks, and stays with the query. The gradient of a key needs the queries
 of all ranks, so it travels with the key, and each rank adds its term. A block has been everywhere after n - 1 hops;
-its sums need one more to reach the owner. The fast version keeps the own term at home: its sums start one hop later,
+its sums need one more to reach the owner. The fast trainer keeps the own term at home: its sums start one hop later,
 and the keys and values are not sent home at all, so that both make n - 1 hops.
 
 Usual wrong answers:
@@ -47,24 +47,30 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group
-from minidist.parallel.context.simple import causal_scores, send_to_next
+from minidist.simple.context_parallel import causal_scores, send_to_next
 
 
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, positions: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective: return the gradients of query, key and value.
+    """Collective: return the gradients of this rank's query, key and value.
 
-    grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as there. The gradients of a
-    block's keys and values go round with it: each rank adds its term, and the last hop returns them to the owner.
+    grad: of the output. out, lse: the results of `ring_forward`. With P the softmax, O = P V and D = rowsum(dO * O):
+    dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K, dK = dS^T Q (Dao et al. 2022, arXiv 2205.14135, appendix B.4). The
+    gradients of a block of keys and values go round with it: each rank adds its term, and the last hop returns them.
     """
-    from_outputs = (grad * out).sum(-1, keepdim=True)
-    grad_query, block, grad_block = torch.zeros_like(query), torch.stack((key, value)), 0
-    for step in range(group.size):
-        source = (group.rank - step) % group.size
-        weights = (causal_scores(query, block[0], positions[group.rank], positions[source]) - lse[..., None]).exp()
-        grad_scores = weights * (grad @ block[1].mT - from_outputs) / query.shape[-1] ** 0.5
+    scale = query.shape[-1] ** -0.5
+    row_sums = (grad * out).sum(-1, keepdim=True)  # D
+    grad_query = torch.zeros_like(query)
+    block = torch.stack((key, value))
+    grad_block = torch.zeros_like(block)
+    for hop in range(group.size):
+        owner = (group.rank - hop) % group.size
+        scores = causal_scores(query, block[0], positions[group.rank], positions[owner])
+        weights = (scores - lse[..., None]).exp()  # P, recomputed
+        grad_scores = weights * (grad @ block[1].mT - row_sums) * scale
         grad_query += grad_scores @ block[0]
-        grad_block = grad_block + torch.stack((grad_scores.mT @ query, weights.mT @ grad))
+        grad_block[0] += grad_scores.mT @ query
+        grad_block[1] += weights.mT @ grad
         block, grad_block = send_to_next(torch.stack((block, grad_block)), group)
-    return grad_query, *grad_block
+    return grad_query, grad_block[0], grad_block[1]

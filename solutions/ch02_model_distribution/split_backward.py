@@ -1,83 +1,68 @@
-"""Split backward: delay the weight gradient: the solution, as it stands in minidist.parallel.pipeline.split_backward.
+"""Split backward: delay the weight gradient: the solution, as it stands in minidist.simple.pipeline.
 
 The input gradient (B) and the weight gradient (W) both need the gradient of the output, and neither needs the other.
 The previous stage waits for the input gradient only, so the stage computes that one first, and computes the weight
-gradient in a slot in which it would be idle. No product is computed twice: the price is that x and dy stay in memory
-until W has run.
+gradient in a slot in which it would be idle.
 
-The weight is detached, so autograd neither computes its gradient nor calls its hooks: the code that delays the weight
-gradient must pass it to the gradient reducer itself.
+Autograd walks from the output to the tensors that are asked for. For the weights it passes through the same inner
+gradients again, so this split costs more work than one backward: it shows the order and not the gain. A zero-bubble
+engine stores the gradient of each linear layer's output in B, and W is one product per layer; the fast trainer does
+so. The price in memory is the same for both: until W has run, the micro-batch's activations stay. No hook of a
+parameter is called, so the executor passes the gradients to the reducer itself.
 
 Usual wrong answers:
-* computes the weight gradient in backward and only accumulates it later
-* defers the weight of every layer, named or not
-* defers the weight of a layer with a bias, too
-* calls F.linear without the layer's bias
-* calls the package's symbols
-* returns ones
-* defers (name, dy, x)
-* uses the first sequence of the batch only
-* computes the input gradient a second time in compute_weight_gradient
-* returns the output gradient, cut to size, as the input gradient
-* a deferred gradient overwrites the one before it
-* averages over the positions instead of summing
-* does not defer the weight gradient, which is lost
-* keeps one entry per name
-* gives all deferred gradients one name
-* passes the parameter itself to the function, so that autograd calls its hooks
-* defers the weight gradient of a layer whose input needs no gradient, whose backward never runs
+* runs every W at the end, so that all micro-batches stay in memory
+* writes the result into the list that it was given
+* the package's own
+* computes the weight gradients in the first half as well, and takes them away again
+* returns one number for every result
+* takes it for granted that there is an input
+* computes everything in the first half, and so gives the parameters a .grad
+* starts the second half from ones, whatever the gradient of the output is
+* does not keep the graph, which the second half needs
+* keeps the graph in the second half too: activations are freed only with the output
+* forgets the W that waits at the end
+* returns None for parameters that the output does not depend on
+* does not allow parameters that the output does not depend on
+* runs each W right after its own B, as one backward would: the previous stage's next gradient waits for it
+* runs the W that waits before the next B and not after it
+* writes the gradients to .grad as well, where the reducer would count them again
 * returns zeros
 """
 
-from collections.abc import Mapping
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from minidist.parallel.pipeline.split_backward import DeferredWeightGradient
+from minidist.simple.pipeline import Action
 
 
-class _Linear(torch.autograd.Function):
-    """`F.linear` without bias, whose backward returns dx and appends the inputs of dW to a list."""
+def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
+    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
 
-    @staticmethod
-    def forward(ctx, x, weight, name, deferred):
-        ctx.save_for_backward(x, weight)
-        ctx.name, ctx.deferred = name, deferred
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        ctx.deferred.append((ctx.name, x.detach(), grad))  # detached: its graph would keep the part's input
-        return grad @ weight, None, None, None
-
-
-class DeferWeightGradients(TorchFunctionMode):
-    """A context manager in which linear layers defer their weight gradients in backward.
-
-    names: the name of each weight whose gradient is deferred. deferred: the list to which backward appends one entry
-    per deferred gradient, for `compute_weight_gradient`. Layers with a bias, and layers whose input needs no gradient,
-    keep their full backward.
+    out: the stage's output. grad: its gradient; None if `out` is the loss.
     """
-
-    def __init__(self, names: Mapping[Tensor, str], deferred: list[DeferredWeightGradient]):
-        super().__init__()
-        self._names, self._deferred = names, deferred
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or not x.requires_grad or weight not in self._names:
-            return F.linear(x, weight, bias)
-        # Detached: no gradient flows to the parameter itself, so its hooks are not called.
-        return _Linear.apply(x, weight.detach(), self._names[weight], self._deferred)
+    if hidden is not None:
+        out.backward(grad, inputs=[hidden], retain_graph=True)
 
 
-def compute_weight_gradient(deferred: DeferredWeightGradient) -> Tensor:
-    """Return the gradient of a linear layer's weight, `dW = dy^T x`, (out, in). deferred: (name, x, dy)."""
-    _, x, grad = deferred
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
+
+    Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
+    """
+    found = torch.autograd.grad(out, list(parameters.values()), grad, allow_unused=True)
+    return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+
+
+def split_backward(actions: list[Action]) -> list[Action]:
+    """Split each backward: ("B", i) computes the gradient that the previous stage waits for, ("W", i) those of weights.
+
+    Each W follows the next B, so that the previous stage gets its gradient before this one computes anything else.
+    """
+    result, waiting = [], []
+    for kind, i in actions:
+        result.append((kind, i))
+        if kind == "B":
+            result += waiting
+            waiting = [("W", i)]
+    return result + waiting

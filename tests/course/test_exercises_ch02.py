@@ -21,11 +21,16 @@ TOGETHER = {
     "tensor": ["conjugate_pair"],
     "simple tensor": ["tensor_parallel_block", "vocabulary_cross_entropy"],
     "sequence": ["sequence_parallel"],
-    "gpipe": ["gpipe_schedule", "stage_balance"],
-    "1f1b": ["one_f_one_b_schedule", "stage_balance"],
-    "zero bubble": ["split_backward", "stage_balance"],
-    "ring attention": ["ring_attention", "ring_attention_backward"],
-    "ulysses": ["ulysses_attention"],
+}
+# Exercises whose solutions train together with the simple engine, and its options.
+SIMPLE = {
+    "gpipe": (["gpipe_schedule", "pipeline_executor"], {"mesh__pp": 2, "parallel__schedule": "gpipe"}),
+    "zero bubble": (
+        ["one_f_one_b_schedule", "pipeline_executor", "split_backward"],
+        {"mesh__pp": 2, "parallel__schedule": "zb-h1"},
+    ),
+    "ring": (["zigzag_positions", "ring_attention", "ring_attention_backward"], {"mesh__cp": 2}),
+    "ulysses": (["zigzag_positions", "ulysses_attention"], {"mesh__cp": 2, "parallel__context": "ulysses"}),
 }
 
 
@@ -65,13 +70,16 @@ def test_the_learners_pieces_lay_out_the_model(ranks, tmp_path, names):
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
-def test_of_two_ways_to_lay_out_a_model_one_is_taken():
-    names = ["weighted_partition", "conjugate_pair", "one_f_one_b_schedule", "ring_attention"]
-    choices = train.choose_pieces([EXERCISES[name] for name in names], 2)
-    assert [bool(choice.left_out) for choice in choices] == [True, True, True, False]
-    assert all("--only" in choice.left_out for choice in choices[:3])
-    choices = train.choose_pieces([EXERCISES[name] for name in [*names, "ring_all_reduce"]], 2)
-    assert [bool(choice.left_out) for choice in choices] == [False, True, True, True, False]
+@pytest.mark.parametrize("names, options", SIMPLE.values(), ids=SIMPLE)
+def test_the_learners_pieces_train_with_the_simple_engine(ranks, tmp_path, names, options):
+    """`train_with_pieces` fails if a rank never calls one of them."""
+    text = write_text(tmp_path)
+    common = {"train__steps": 2, "train__micro_batches": 4, "model__num_layers": 4}
+    ranks(train_small, 1, small_config(tmp_path / "alone", text, **common))
+    config = small_config(tmp_path / "learner", text, engine="simple", **common, **options)
+    ranks(train.train_with_pieces, 2, config, [piece(name) for name in names])
+    one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
+    assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 @pytest.mark.exhaustive
@@ -114,7 +122,7 @@ MESSAGES = {
         "few_micro_batches_in_flight",
         [
             "peak number of micro-batches in flight",
-            "  for       stage 0 of 1, 7 micro-batches",
+            "  for       stage 0 of 1, 2 micro-batches: F0 F1 B0 B1",
             "  expected  at most 1",
             "  got       2",
         ],

@@ -14,7 +14,6 @@ from minidist.models.transformer import Transformer
 from minidist.parallel.data.reducer import register_gradient_hooks
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import build_schedule
-from minidist.parallel.pipeline.simple import SimplePipelineExecutor
 from minidist.parallel.pipeline.split import ModuleOnOtherStage, keep_stage_modules
 from minidist.parallel.pipeline.split_backward import DeferWeightGradients, compute_weight_gradient
 from minidist.tools.deadlock.nccl_rules import find_nccl_violations
@@ -62,7 +61,7 @@ class RecordingReducer:
         pass
 
 
-def run_pipeline(world: World, kind: str, micro_batches: int, make_executor: type = PipelineExecutor) -> tuple:
+def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
     made = build_schedule(kind, world.size, micro_batches)
     uses = [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
@@ -70,7 +69,8 @@ def run_pipeline(world: World, kind: str, micro_batches: int, make_executor: typ
     parameters, reducer, end = make_parameters(list(chunk_of)), RecordingReducer(), made.num_parts - 1
     used_by = {name: (chunk_of[int(name.removeprefix("scale").removeprefix("w"))],) for name in parameters}
     shared = ["scale0"] if 0 in chunk_of else []
-    executor = make_executor(made, (groups["activations"], groups["gradients"]), reducer, parameters, used_by, shared)
+    transfers = groups["activations"], groups["gradients"]
+    executor = PipelineExecutor(made, transfers, reducer, parameters, used_by, shared)
     for name, parameter in parameters.items():
         register_gradient_hooks({name: parameter}, reducer, partial(executor.is_last_backward, name))
     inputs, computed, kept = make_inputs(micro_batches), [], []
@@ -98,16 +98,13 @@ def run_in_one_process(kind: str, stages: int, micro_batches: int) -> dict[str, 
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-FAST, SIMPLE = PipelineExecutor, SimplePipelineExecutor
-CASES = [(FAST, kind, stages, 2 * stages) for kind in SCHEDULES for stages in (2, 4)]
-CASES += [(FAST, "1f1b", 3, 2), (FAST, "zb-v", 3, 7)]
-CASES += [(SIMPLE, kind, stages, 5) for kind in ("gpipe", "1f1b") for stages in (2, 3, 4)] + [(SIMPLE, "1f1b", 4, 2)]
+CASES = [(kind, stages, 2 * stages) for kind in SCHEDULES for stages in (2, 4)] + [("1f1b", 3, 2), ("zb-v", 3, 7)]
 
 
-@pytest.mark.parametrize(("executor", "kind", "stages", "micro_batches"), CASES)
-def test_gradients_match_one_process_in_schedule_order_within_peak_memory(ranks, executor, kind, stages, micro_batches):
+@pytest.mark.parametrize(("kind", "stages", "micro_batches"), CASES)
+def test_gradients_match_one_process_in_schedule_order_within_peak_memory(ranks, kind, stages, micro_batches):
     made, expected = build_schedule(kind, stages, micro_batches), run_in_one_process(kind, stages, micro_batches)
-    by_rank = ranks(run_pipeline, stages, kind, micro_batches, executor)
+    by_rank = ranks(run_pipeline, stages, kind, micro_batches)
     assert find_nccl_violations({rank: records for rank, (*_, records) in enumerate(by_rank)}) == []
     empty = SIZES.index(0)
     for stage, (sums, events, computed, alive, _) in enumerate(by_rank):

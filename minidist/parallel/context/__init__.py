@@ -1,6 +1,6 @@
 """Context parallelism: every sequence sharded over the ranks of one group; only attention communicates.
 
-Public: the functions of `split`. Read in this order: `chunks` and `layout` (which positions a rank holds), `simple`
-(ring attention and Ulysses in one file), `causal`, `kernels` (attention over a block of keys), `ring` and `ulysses`,
-`split`.
+Public: the functions of `split`. Read in this order: `chunks` and `layout` (which positions a rank holds), `causal`,
+`kernels` (attention over a block of keys), `ring` and `ulysses`, `split`. The short version is
+`minidist.simple.context_parallel`.
 """

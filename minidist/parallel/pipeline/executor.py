@@ -12,7 +12,7 @@ are reduced at the end of the step, so that their reduction does not interleave 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -22,13 +22,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from minidist.comm import Group, Handle, recv, send
 from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
 from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, last_backward_index
-from minidist.parallel.pipeline.simple import EmptyHidden, RunPart
 from minidist.parallel.pipeline.split_backward import (
     DeferredWeightGradient,
     DeferWeightGradients,
     compute_weight_gradient,
 )
 from minidist.parallel.pipeline.transfers import StageProgram, Transfer, build_stage_programs
+
+# Runs a chunk of this stage: (chunk, micro-batch, output of the previous part or None) -> the chunk's output; that of
+# the model's last part is the micro-batch's contribution to the loss.
+RunPart = Callable[[int, int, Tensor | None], Tensor]
+# Returns a new tensor for the hidden states of a micro-batch, by its number.
+EmptyHidden = Callable[[int], Tensor]
 
 
 class PipelineExecutor:

@@ -1,0 +1,192 @@
+"""Tests of pipeline_executor: the reference is autograd in one process, in float64; schedules are the tests' own."""
+
+import torch
+
+from exercises.conditions import check_conditions
+from exercises.pipeline import (
+    Stage,
+    declare_executor,
+    expect_messages,
+    gpipe_actions,
+    gradients_of_one_process,
+    make_executor,
+    one_f_one_b_actions,
+    operation_names,
+    run_executor,
+)
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
+
+# Samples of each micro-batch, by its number: unequal, and micro-batches 2, 5 and 6 of the schedule are skipped.
+SAMPLES = {0: 2, 1: 1, 3: 3, 4: 1, 7: 2, 8: 1, 9: 2}
+NUMBERS = range(10)
+SKIP = {2, 5, 6}
+CASE = "10 micro-batches, of which 2, 5 and 6 are skipped"
+
+
+def both_groups(network):
+    """The groups for hidden states and for their gradients."""
+    return network.group, network.second_group
+
+
+def schedules(world, numbers=NUMBERS):
+    """The actions of this rank's stage, by the name of the schedule."""
+    return {
+        "GPipe": gpipe_actions(numbers),
+        "1F1B": one_f_one_b_actions(numbers, world.size - world.rank),
+    }
+
+
+def with_weights(actions):
+    """The actions with a W right after the B that follows each B, as in the course's split backward."""
+    result, waiting = [], []
+    for kind, i in actions:
+        result.append((kind, i))
+        if kind == "B":
+            result, waiting = result + waiting, [("W", i)]
+    return result + waiting
+
+
+def expect_gradients(got, stage, world, samples, times=1, case=CASE):
+    wanted = gradients_of_one_process(world.size, samples)[world.rank]
+    for name, gradient, expected in zip(stage.parameters, got, wanted, strict=True):
+        expected = None if expected is None else times * expected
+        expect(f"the gradient of the stage's {name}", gradient, expected, tolerance=1e-12, case=case)
+
+
+@test(points=5, ranks=(1, 2, 3, 4))
+def equals_one_process(answer, world, network):
+    """The gradients of every stage are those of one process, for GPipe and 1F1B, for any number of micro-batches."""
+    for number in (1, 2, 5, 10):
+        samples = {i: n for i, n in SAMPLES.items() if i < number}
+        for name, actions in schedules(world, range(number)).items():
+            is_transposed = number == 5
+            stage = run_executor(answer, both_groups(network), actions, samples, is_transposed=is_transposed)
+            case = f"{name}, {len(samples)} of {number} micro-batches" + ", transposed outputs" * is_transposed
+            expect_gradients(stage.gradients, stage, world, samples, case=case)
+
+
+@test(points=3, ranks=(1, 3))
+def runs_the_actions_in_order(answer, world, network):
+    """Any schedule runs in its order; `on_backward_done` follows each backward, and `peak_in_flight` is counted."""
+    own = [("F", 3), ("F", 2), ("F", 0), ("B", 0), ("B", 3), ("F", 1), ("B", 1)]
+    for name, actions, peak in (
+        ("GPipe", schedules(world)["GPipe"], len(SAMPLES)),
+        ("1F1B", schedules(world)["1F1B"], world.size - world.rank),
+        (f"the schedule {operation_names(own)} without micro-batch 2", own, 2),
+    ):
+        stage = Stage(world.rank, world.size, SAMPLES)
+        executor = make_executor(answer, both_groups(network), stage, actions)
+        executor.run(stage.run, stage.empty_hidden, SKIP, lambda s=stage: s.operations.append(("done", 0)))
+        wanted = [action for action in actions if action[1] in SAMPLES]
+        wanted = [each for action in wanted for each in ([action, ("done", 0)] if action[0] == "B" else [action])]
+        what = "actions, with done0 for each call of on_backward_done"
+        expect(what, operation_names(stage.operations), operation_names(wanted), case=name)
+        expect("peak_in_flight", executor.peak_in_flight, peak, case=name)
+
+
+@test(points=3, ranks=(2, 3))
+def one_message_per_micro_batch(answer, world, network):
+    """One message per micro-batch and neighbour, in the group of its kind, all complete at the end."""
+    groups = both_groups(network)
+    for name, actions in schedules(world).items():
+        case, before = f"{name}, {CASE}", len(network.records)
+        run_executor(answer, groups, actions, SAMPLES, is_transposed=True)
+        expect_messages(network, before, groups, actions, SAMPLES, case)
+        for record in network.records[before:]:
+            is_hidden = (record.peer > world.rank) == (record.name == "send")
+            wanted, what = groups[not is_hidden].name, "hidden states" if is_hidden else "gradients"
+            got = record.group_name.removeprefix("world: ")
+            expect(f"the group in which {what} are sent", got, wanted, case=case)
+
+
+@test(points=3, ranks=(2, 3))
+def finishes_sends_in_time(answer, world, network):
+    """When a micro-batch's backward is done, its activation has arrived, and one gradient at most is in flight."""
+    actions, stage = schedules(world)["1F1B"], Stage(world.rank, world.size, SAMPLES)
+    before = len(network.records)
+
+    def check_sends():
+        kinds = [kind for kind, _ in stage.operations]
+        for what, to, allowed in (
+            ("hidden states", world.rank + 1, kinds.count("F") - kinds.count("B")),
+            ("gradients", world.rank - 1, 1),
+        ):
+            sends = [each for each in network.records[before:] if each.name == "send" and each.peer == to]
+            left = sum(each.waited is None for each in sends)
+            if left > allowed:
+                case = f"1F1B, stage {world.rank} of {world.size}, after {operation_names(stage.operations)}"
+                what = f"sends of {what} that your code has not waited for"
+                raise Wrong("wrong", what, f"at most {allowed}", str(left), case=case)
+
+    executor = make_executor(answer, both_groups(network), stage, actions)
+    executor.run(stage.run, stage.empty_hidden, SKIP, check_sends)
+    check_sends()
+    expect("backwards", sum(kind == "B" for kind, _ in stage.operations), len(SAMPLES), case=CASE)
+
+
+@test(points=2, ranks=(1, 2, 3))
+def frees_activations(answer, world, network):
+    """When a micro-batch's backward begins, the tensors that earlier backwards needed are freed."""
+    stage = run_executor(answer, both_groups(network), schedules(world)["GPipe"], SAMPLES)
+    expected = list(range(len(SAMPLES), 0, -1))
+    kept = list(stage.kept.values())
+    expect("micro-batches with saved tensors, at each backward of GPipe", kept, expected, case=CASE)
+    stage = run_executor(answer, both_groups(network), schedules(world)["1F1B"], SAMPLES)
+    most = max(stage.kept.values())
+    expect("micro-batches with saved tensors, at the most, in 1F1B", most, world.size - world.rank, case=CASE)
+
+
+@test(points=2, ranks=(1, 3))
+def forward_alone(answer, world, network):
+    """`run_forward` gives the outputs of one process and keeps nothing; training goes on afterwards."""
+    stage = Stage(world.rank, world.size, SAMPLES)
+    executor = make_executor(answer, both_groups(network), stage, schedules(world)["1F1B"])
+    for _ in range(2):
+        executor.run_forward(stage.run, stage.empty_hidden, 2)
+    case = "two evaluations of 2 micro-batches"
+    expect("the actions", operation_names(stage.operations), "F0 F1 F0 F1", case=case)
+    outputs = {0: None, 1: None}
+    with torch.no_grad():
+        for i in outputs:
+            for number in range(world.rank + 1):
+                outputs[i] = Stage(number, world.size, SAMPLES).run(i, outputs[i])
+    for i, wanted in outputs.items():
+        expect(f"the output of micro-batch {i}", stage.outputs[i], wanted, tolerance=1e-12, case=case)
+    expect("peak_in_flight", executor.peak_in_flight, 0, case=case)
+    executor.run(stage.run, stage.empty_hidden, SKIP)
+    expect_gradients(stage.gradients, stage, world, SAMPLES, case="1F1B after two evaluations")
+
+
+@test(points=2, ranks=(1, 3))
+def weight_gradients_of_a_split_backward(answer, world, network):
+    """In a schedule with W, B computes the gradient of the input only, and W passes those of weights to `add`."""
+    for name, actions in schedules(world).items():
+        actions, case = with_weights(actions), f"{name} with a split backward, {CASE}"
+        stage = Stage(world.rank, world.size, SAMPLES, is_split=True)
+        executor, done = make_executor(answer, both_groups(network), stage, actions), []
+        executor.run(stage.run, stage.empty_hidden, SKIP, lambda s=stage, d=done: d.append(s.number_added))
+        have_grad = [each is not None for each in stage.gradients]
+        expect("which parameters have a .grad", have_grad, [False, False], case=case)
+        expect_gradients([stage.added.get(key) for key in stage.parameters], stage, world, SAMPLES, case=case)
+        wanted = [2 * (number + 1) for number in range(len(SAMPLES))]
+        expect("gradients that `add` has got, at each call of on_backward_done", done, wanted, case=case)
+
+
+@test(points=2, ranks=(1, 3))
+def second_run(answer, world, network):
+    """A second run adds its gradients to those of the first; a run that skips everything changes nothing."""
+    for name, actions in schedules(world).items():
+        stage = Stage(world.rank, world.size, SAMPLES)
+        executor = make_executor(answer, both_groups(network), stage, actions)
+        for skip in (SKIP, set(NUMBERS), SKIP):
+            executor.run(stage.run, stage.empty_hidden, skip)
+        expect_gradients(stage.gradients, stage, world, SAMPLES, times=2, case=f"{name}, two steps, one of them twice")
+
+
+DECLARATION = declare_executor()
+
+
+@test(points=2, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """Any floating dtype, number of micro-batches and group, also one of only some ranks; calls are independent."""
+    check_conditions(DECLARATION, answer, world, network)

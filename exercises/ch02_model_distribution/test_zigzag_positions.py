@@ -1,0 +1,70 @@
+"""Tests of zigzag_positions: layouts written by hand, and the scores of a causal mask counted."""
+
+import torch
+
+from exercises.sequence_layouts import contiguous, zigzag
+from exercises.testing import Wrong, expect, expect_raises, test
+
+RANKS = (1, 2, 3, 4, 7)
+
+
+def cases():
+    """Yield (number of ranks, tokens per rank), from small to large."""
+    for ranks in RANKS:
+        for each in (2, 4, 6):
+            yield ranks, each
+
+
+@test(points=4)
+def positions_of_all_ranks(answer):
+    """Row r of the result has the positions of rank r, ascending, in both layouts."""
+    odd = [(ranks, each) for ranks in RANKS for each in (1, 5)]
+    for is_zigzag, layout, sizes in (
+        (False, contiguous, [*cases(), *odd]),
+        (True, zigzag, cases()),
+        (True, contiguous, [(1, 1), (1, 5)]),  # one rank: not cut
+    ):
+        for ranks, each in sizes:
+            got, wanted = answer.all_positions(ranks * each, ranks, is_zigzag), layout(ranks, each)
+            case = f"{ranks * each} tokens on {ranks} ranks, zigzag={is_zigzag}"
+            if not isinstance(got, torch.Tensor):
+                raise Wrong("type", "all_positions returns a tensor", "a tensor", type(got).__name__, case)
+            expect("the positions", got, wanted, case=case)
+            expect("dtype", str(got.dtype), "torch.int64", case=case)
+
+
+@test(points=2)
+def positions_of_one_rank(answer):
+    """`rank_positions` returns the row of a rank."""
+    for ranks, each in cases():
+        for is_zigzag, layout in ((False, contiguous), (True, zigzag)):
+            for rank in range(ranks):
+                got = answer.rank_positions(ranks * each, ranks, rank, is_zigzag)
+                case = f"rank {rank}, {ranks * each} tokens on {ranks} ranks, zigzag={is_zigzag}"
+                expect("the positions", got, layout(ranks, each)[rank], case=case)
+
+
+@test(points=3)
+def equal_work(answer):
+    """In zig-zag every rank has equally many scores, also with the keys of each other rank alone."""
+    for ranks, each in cases():
+        positions = answer.all_positions(ranks * each, ranks, True)
+        counts = [[int((own[:, None] >= other).sum()) for other in positions] for own in positions]
+        case = f"{ranks * each} tokens on {ranks} ranks"
+        total = ranks * each * (ranks * each + 1) // 2
+        expect("scores by rank", [sum(row) for row in counts], [total // ranks] * ranks, case=case)
+        others = sorted({count for i, row in enumerate(counts) for j, count in enumerate(row) if i != j})
+        expect("scores with the keys of another rank", others, [each**2 // 2] * (ranks > 1), case=case)
+
+
+@test(points=3)
+def lengths_that_cannot_be_cut(answer):
+    """A ValueError that names the length, if the parts or chunks cannot be equally long."""
+    for seq_len, ranks, is_zigzag in ((5, 2, False), (7, 3, False), (6, 2, True), (3, 3, True), (1, 2, False)):
+        expect_raises(ValueError, answer.all_positions, seq_len, ranks, is_zigzag)
+        try:
+            answer.all_positions(seq_len, ranks, is_zigzag)
+        except ValueError as error:
+            case = f"{seq_len} tokens on {ranks} ranks, zigzag={is_zigzag}"
+            expect("whether the message has the length", str(seq_len) in str(error), True, case=case)
+        expect_raises(ValueError, answer.rank_positions, seq_len, ranks, 0, is_zigzag)

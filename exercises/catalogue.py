@@ -23,8 +23,8 @@ KINDS = {
     "debug": ("route", "defines", "guards", "changes", "fails", "fault"),
     "predict": ("route", "changes"),
 }
-_OPTIONAL = {"piece": ("also", "optional", "one_rank", "route")}
-_SIMPLE = "minidist.simple."
+_OPTIONAL = {"piece": ("also", "optional", "route")}
+NONE = "none: "  # before the reason of a route
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
@@ -66,10 +66,8 @@ class Exercise:
     whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
-    route: "always" if every training run calls the piece; otherwise the options of `minidist train` under which it does
-    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or "none: " and the reason; empty for a
-    piece of the simple trainer, whose layouts call it. one_rank: whether one rank alone calls the piece in such a run,
-    as it is the server.
+    route: empty for a piece that some layout of the simple trainer calls (see `exercises.layouts`); otherwise "none: "
+    and the reason why no training run calls the answer.
     why: the solution's note.
     """
 
@@ -94,7 +92,6 @@ class Exercise:
     fails: str = ""
     fault: str = ""
     optional: bool = False
-    one_rank: bool = False
 
     @property
     def chapter(self) -> str:
@@ -208,8 +205,6 @@ def _exercise(name: str, table: object, file: Path) -> Exercise:
     if kind not in KINDS:
         raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {kind!r}")
     needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
-    if kind == "piece" and not str(table.get("piece")).startswith(_SIMPLE):
-        needed.add("route")
     unknown, missing = table.keys() - allowed, needed - table.keys()
     if unknown or missing:
         problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
@@ -255,6 +250,8 @@ def _check(exercise: Exercise, where: str) -> None:
         raise UserError(f"{where} leaves the learner nothing to do: no line is blank or changed")
     if exercise.kind == "piece" and not all(":" in piece for piece in exercise.pieces):
         raise UserError(f"{where} piece and also must be module:symbol")
+    if exercise.route and not exercise.route.startswith(NONE):
+        raise UserError(f"{where} route must begin with {NONE!r} and say why no training run calls the answer")
     for file, what in ((exercise.test_file, "tests"), *((file, "right text") for file in exercise.sources)):
         if not file.exists():
             raise UserError(f"{where} has no {what}: {file} is not there")

@@ -97,7 +97,7 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
     first, last = _body(piece)
     written = {
         "title": f"{UNWRITTEN}the title, a few words",
-        "route": f"none: {UNWRITTEN}the trainer's options with which it calls the piece, or why there are none",
+        "route": f"none: {UNWRITTEN}why no layout of the simple trainer calls the piece; without this line if one does",
         "question": f"{UNWRITTEN}a question that leads to the idea",
         "case": f"{UNWRITTEN}a small case, worked",
         "why": f"{UNWRITTEN}why the solution is as it is",

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from exercises.catalogue import Catalogue, Exercise
+from exercises.catalogue import NONE, Catalogue, Exercise
 from exercises.layouts import (
     ENGINE,
     MIN_RANKS,
@@ -26,9 +26,6 @@ from minidist.errors import RunError, UserError
 if TYPE_CHECKING:
     from minidist.comm import World
     from minidist.config import Config
-
-NONE = "none: "
-
 
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.

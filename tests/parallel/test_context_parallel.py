@@ -199,12 +199,13 @@ def assert_sums(seen: list, expected: tuple) -> None:
         torch.testing.assert_close(found, grad, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@by_form
+# The simple trainer has one layout for each kind.
+MODEL_FORMS = [("fast", *form) for form in FORMS] + [("simple", *form) for form in LAYOUT_OF.items()]
+
+
+@pytest.mark.parametrize(("version", "kind", "layout"), MODEL_FORMS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@both_versions
 def test_loss_and_gradients_of_a_model_are_those_of_one_process(ranks, version, size, kind, layout):
-    if version == "simple" and layout != LAYOUT_OF[kind]:
-        pytest.skip("the simple trainer has one layout for each kind")
     by_rank = ranks(train_model, size, version, kind, layout)
     assert_sums(by_rank, train_in_one_process())
     assert find_nccl_violations({rank: one[3] for rank, one in enumerate(by_rank)}) == []

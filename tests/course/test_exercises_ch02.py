@@ -17,10 +17,8 @@ from minidist.tools.launch import RankServer
 from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
+TENSOR = ["region_operators", "tensor_parallel_block", "vocabulary_parallel", "tensor_parallel_model"]
 TOGETHER = {
-    "tensor": ["conjugate_pair"],
-    "simple tensor": ["tensor_parallel_block", "vocabulary_cross_entropy"],
-    "sequence": ["sequence_parallel"],
     "gpipe": ["gpipe_schedule", "stage_balance"],
     "1f1b": ["one_f_one_b_schedule", "stage_balance"],
     "zero bubble": ["split_backward", "stage_balance"],
@@ -65,13 +63,24 @@ def test_the_learners_pieces_lay_out_the_model(ranks, tmp_path, names):
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_the_learners_tensor_parallelism_trains_the_model(ranks, tmp_path, sequence):
+    text, names = write_text(tmp_path), TENSOR if sequence else TENSOR[1:]  # the first is called with sequences only
+    way = {"engine": "simple", "mesh__tp": 2, "parallel__sequence": sequence}
+    ranks(train_small, 1, small_config(tmp_path / "alone", text, train__steps=2))
+    config = small_config(tmp_path / "learner", text, train__steps=2, **way)
+    ranks(train.train_with_pieces, 2, config, [piece(name) for name in names])
+    one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
+    assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
+
+
 def test_of_two_ways_to_lay_out_a_model_one_is_taken():
-    names = ["weighted_partition", "conjugate_pair", "one_f_one_b_schedule", "ring_attention"]
+    names = ["weighted_partition", "one_f_one_b_schedule", "ring_attention"]
     choices = train.choose_pieces([EXERCISES[name] for name in names], 2)
-    assert [bool(choice.left_out) for choice in choices] == [True, True, True, False]
-    assert all("--only" in choice.left_out for choice in choices[:3])
+    assert [bool(choice.left_out) for choice in choices] == [True, True, False]
+    assert all("--only" in choice.left_out for choice in choices[:2])
     choices = train.choose_pieces([EXERCISES[name] for name in [*names, "ring_all_reduce"]], 2)
-    assert [bool(choice.left_out) for choice in choices] == [False, True, True, True, False]
+    assert [bool(choice.left_out) for choice in choices] == [False, True, True, False]
 
 
 @pytest.mark.exhaustive
@@ -90,17 +99,17 @@ def test_a_solution_passes_on_the_server_of_a_single_check(warm):
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("conjugate_pair", "wrong_sums_both_ways"): (
+    ("region_operators", "wrong_sums_both_ways"): (
         "gradients_are_those_of_one_process",
         [
             "the gradient of this rank's factor, at [0][0]",
-            "  for       reduce_from_tp(x=<(2, 3, 5) float64>, group=<Group>)",
+            "  for       Region, 2 ranks, this is rank 0",
             "  rank      0 of 2",
             "  expected  [140.0, 357.0, 352.0, 345.0, 336.0]",
             "  got       [280.0, 714.0, 704.0, 690.0, 672.0]",
         ],
     ),
-    ("vocabulary_cross_entropy", "wrong_gathered"): (
+    ("vocabulary_parallel", "wrong_gathered"): (
         "logits_are_not_gathered",
         [
             "operations in forward",

@@ -468,16 +468,7 @@ def _mixed_restrictions(config: Config, mesh: Mesh) -> _Restrictions:
             "--parallel.schedule 1f1b or gpipe",
         ),
         (mesh.pp == 1 or mesh.tp == 1, f"mesh.pp {mesh.pp} with mesh.tp {mesh.tp}", "--mesh.tp 1"),
-        (
-            mesh.tp == 1 or not config.parallel.sequence or config.model.dropout == 0,
-            f"model.dropout {config.model.dropout} with parallel.sequence",
-            "--model.dropout 0",
-        ),
-        (
-            mesh.tp * mesh.cp == 1 or not config.compile,
-            f"compile with mesh.tp {mesh.tp} and mesh.cp {mesh.cp}",
-            "--no-compile",
-        ),
+        (mesh.cp == 1 or not config.compile, f"compile with mesh.cp {mesh.cp}", "--no-compile"),
         (
             not zero.stage or mesh.dp == mesh.world_size,
             f"mesh {mesh} {with_zero}",

@@ -19,7 +19,6 @@ from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.context.ulysses import ulysses_attention
-from minidist.parallel.tensor.simple import apply_tensor_parallel as apply_simple_tensor_parallel
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parameters import named_parameters
 from minidist.tools.deadlock.nccl_rules import find_nccl_violations
@@ -28,7 +27,6 @@ from tests.helpers.exhaustive import exhaustive
 FORMS = [(kind, layout) for kind in ("ring", "ulysses") for layout in ("zigzag", "contiguous")]
 by_form = pytest.mark.parametrize(("kind", "layout"), FORMS)
 APPLY = {"fast": apply_context_parallel, "simple": simple.apply_context_parallel}
-APPLY_TENSOR = {"fast": apply_tensor_parallel, "simple": apply_simple_tensor_parallel}
 ATTENTION = {"fast": (ring_attention, ulysses_attention), "simple": (simple.ring_attention, simple.ulysses_attention)}
 both_versions = pytest.mark.parametrize("version", APPLY)
 
@@ -219,7 +217,7 @@ def train_with_tensor_parallelism(world: World, kind: str, sequence: bool, versi
     uses = [GroupSpec("context", ("cp",)), GroupSpec("tp", ("tp",))]
     groups = bind(world, Mesh(cp=2, tp=2), uses, meter=Meter())
     model = full_model()
-    held = APPLY_TENSOR[version](model, groups["tp"], sequence)
+    held = apply_tensor_parallel(model, groups["tp"], sequence)
     APPLY[version](model, groups["context"], kind)
     layout = {"ring": "zigzag", "ulysses": "contiguous"}[kind]
     total, count = loss_of(model, rank_positions(layout, LENGTH, 2, groups["context"].rank))

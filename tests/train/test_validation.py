@@ -99,13 +99,8 @@ from tests.helpers.small_run import with_changes
         ),
         (
             2,
-            {"engine": "mixed", "mesh__tp": 2, "compile": True},
-            r"engine is mixed, which cannot run compile with mesh.tp 2 and mesh.cp 1: give --no-compile, or",
-        ),
-        (
-            2,
-            {"engine": "mixed", "mesh__tp": 2, "parallel__sequence": True, "model__dropout": 0.1},
-            r"engine is mixed, which cannot run model.dropout 0.1 with parallel.sequence: give --model.dropout 0, or",
+            {"engine": "mixed", "mesh__cp": 2, "compile": True},
+            r"engine is mixed, which cannot run compile with mesh.cp 2: give --no-compile, or",
         ),
         (
             2,

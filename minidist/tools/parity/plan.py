@@ -137,8 +137,6 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
         values = {"engine": "mixed", "micro_batches": switches["micro_batches"][-1]}
         simple = tuple(kind for kind in kinds if _refusal(layout, **values, gradients=kind) is None)
         family = {"dtype": full, "engine": ("mixed",)}
-        if _refusal(layout, **values, dropout=switches["dropout"][-1]) is not None:
-            family["dropout"] = switches["dropout"][:1]
         optimizers = tuple(kind for kind in switches["optimizer"] if kind != "muon")
         for kinds, more in (
             (tuple(kind for kind in simple if not kind.startswith("zero")), {}),

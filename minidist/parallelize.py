@@ -20,9 +20,7 @@ from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
-from minidist.parallel.tensor import simple as simple_tensor
-from minidist.parallel.tensor import split as fast_tensor
-from minidist.parallel.tensor.split import ParamShard
+from minidist.parallel.tensor.split import ParamShard, apply_tensor_parallel
 from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters
 from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import Policy, resolve_policy
@@ -109,9 +107,8 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         if config.model.tie_embeddings and EMBEDDING in used_by:
             stages[EMBEDDING] = first_and_last_stages(schedule)
     held = {name: ParamShard(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
-    tensor = simple_tensor if config.engine == "mixed" else fast_tensor
     if mesh.tp > 1:
-        held = tensor.apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
+        held = apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
         apply_context_parallel(model, groups["context"], config.parallel.context)
     if config.compile:

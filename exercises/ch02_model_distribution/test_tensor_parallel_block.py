@@ -5,9 +5,8 @@ from torch import nn
 
 from exercises.conditions import Declaration, Tensors, check_conditions
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
-from minidist.comm import all_gather_object
 from minidist.models.layers import rotary_tables
-from minidist.parallel.tensor.simple import SequenceParallelRegion, TensorParallelRegion
+from minidist.simple.tensor_parallel import Region, SequenceParallelRegion
 
 BATCH, HIDDEN, HEAD_DIM, THETA = 2, 5, 4, 100.0
 TOLERANCE = 1e-11  # sums of a few hundred terms below 10, in float64 in another order
@@ -76,8 +75,8 @@ def attention_of_one_process(x, weights):
 class Case:
     """A sharded layer and the full one, with an input and the gradient of the output that are equal on all ranks."""
 
-    def __init__(self, answer, world, group, kind, shape, sequence=False):
-        self.region, self.tokens = (SequenceParallelRegion if sequence else TensorParallelRegion)(group), slice(None)
+    def __init__(self, answer, network, group, kind, shape, sequence=False):
+        self.region, self.tokens = (SequenceParallelRegion if sequence else Region)(group), slice(None)
         self.length = 2 * group.size if sequence else 5
         if sequence:
             self.tokens = slice(2 * group.rank, 2 * group.rank + 2)
@@ -87,7 +86,10 @@ class Case:
         reference = mlp_of_one_process if kind == "mlp" else attention_of_one_process
         self.expected = reference(self.x, self.weights)
         self.expected.backward(self.arriving)
-        self.layer = (answer.TensorParallelMLP if kind == "mlp" else answer.TensorParallelAttention)(full, self.region)
+        if kind == "mlp":
+            self.layer = answer.TensorParallelMLP(full, self.region)
+        else:
+            self.layer = answer.TensorParallelAttention(full, self.region, heads_group(network, group, shape[1]))
         tables = rotary_tables(torch.arange(self.length), HEAD_DIM, THETA, torch.float64)
         self.others = () if kind == "mlp" else (tables,)
         self.own_x = self.x.detach()[:, self.tokens].clone().requires_grad_()
@@ -105,7 +107,7 @@ class Case:
         return full.narrow(dim, rank * parts // ranks * size, size)
 
     def check(self, group):
-        """Compare output, gradients and shards with those of one process."""
+        """Compare output, shards and gradients with those of one process, the gradients after a second backward too."""
         before = {name: p.detach().clone() for name, p in self.layer.named_parameters()}
         out = self.forward()
         expect("the output", out, self.expected.detach()[:, self.tokens], tolerance=TOLERANCE, case=self.case)
@@ -116,22 +118,28 @@ class Case:
             expect(f"this rank's shard of {name}", before[name], wanted, case=self.case)
             parameter = dict(self.layer.named_parameters())[name]
             expect(f"{name} after forward and backward", parameter.detach(), wanted, case=self.case)
+        self.check_gradients(group, 1)
+        self.forward().backward(self.arriving[:, self.tokens])
+        self.check_gradients(group, 2)
+
+    def check_gradients(self, group, times):
+        """Compare the gradients with `times` those of one process."""
+        case = self.case + ", after a second backward" * (times > 1)
+        for name, parameter in self.layer.named_parameters():
             if parameter.grad is None:
-                raise Wrong("wrong", f"the gradient of {name}", "a tensor", "None", case=self.case)
-            grad, what = parameter.grad, "this rank's shard"
-            if name[0] in "kv" and (parts := min(group.size, len(full) // HEAD_DIM)) < group.size:
-                grad, what = holders_sum(grad, group, parts), "this rank's shard, summed over the ranks that hold it"
-            expected = self.shard_of(name, full.grad, group.size, group.rank)
-            expect(f"the gradient of {what} of {name}", grad, expected, tolerance=10 * TOLERANCE, case=self.case)
-        expected = self.x.grad[:, self.tokens]
-        expect("the gradient of the input", self.own_x.grad, expected, tolerance=10 * TOLERANCE, case=self.case)
+                raise Wrong("wrong", f"the gradient of {name}", "a tensor", "None", case=case)
+            expected = times * self.shard_of(name, self.weights[name].grad, group.size, group.rank)
+            what = f"the gradient of this rank's shard of {name}"
+            expect(what, parameter.grad, expected, tolerance=10 * TOLERANCE, case=case)
+        expected = times * self.x.grad[:, self.tokens]
+        expect("the gradient of the input", self.own_x.grad, expected, tolerance=10 * TOLERANCE, case=case)
 
 
-def holders_sum(grad, group, parts):
-    """Sum a gradient over the ranks that hold the same one of `parts` shards."""
-    grads = all_gather_object(grad.tolist(), group)
-    same = [each for rank, each in enumerate(grads) if rank * parts // group.size == group.rank * parts // group.size]
-    return torch.tensor(same, dtype=torch.float64).sum(0)
+def heads_group(network, group, kv_heads):
+    """Return the ranks of `group` that hold the key and value heads of this rank; None if it is the only one."""
+    if kv_heads >= group.size:
+        return None
+    return group if kv_heads == 1 else network.pair_group  # two heads on four ranks
 
 
 def groups_of(world, network):
@@ -144,7 +152,7 @@ def mlp_of_one_process_in_shards(answer, world, network):
     """The feed-forward layer has the output and the gradients of one process; each rank holds its inner features."""
     for group in groups_of(world, network):
         for each in (1, 3, 8):
-            Case(answer, world, group, "mlp", each * group.size).check(group)
+            Case(answer, network, group, "mlp", each * group.size).check(group)
 
 
 @test(points=5, ranks=(1, 2, 3, 4))
@@ -152,20 +160,23 @@ def attention_of_one_process_in_shards(answer, world, network):
     """So has attention: each rank holds its query heads, and the key and value heads that they attend to."""
     for group in groups_of(world, network):
         for heads in HEADS[group.size]:
-            Case(answer, world, group, "attention", heads).check(group)
+            Case(answer, network, group, "attention", heads).check(group)
 
 
 @test(points=3, ranks=(2, 3, 4))
 def one_all_reduce_each_way(answer, world, network):
     """A layer all-reduces (b, s, h) once in forward and once in backward, whatever its number of inner features."""
     for kind, shape in (("mlp", world.size), ("mlp", 50 * world.size), ("attention", HEADS[world.size][0])):
-        case, before = Case(answer, world, network.group, kind, shape), len(network.records)
+        case, before = Case(answer, network, network.group, kind, shape), len(network.records)
         out = case.forward()
         forward = [(record.name, tuple(record.shape)) for record in network.records[before:]]
         out.backward(case.arriving)
         backward = [(record.name, tuple(record.shape)) for record in network.records[before + len(forward) :]]
         wanted = [("all_reduce", (BATCH, case.length, HIDDEN))]
         expect("operations in forward", forward, wanted, case=f"{kind}, {case.case}")
+        if kind == "attention" and shape[1] < world.size:  # and the gradients of the heads that others hold as well
+            wanted = sorted([*wanted, *[("all_reduce", (HEAD_DIM, HIDDEN))] * 2])
+            backward = sorted(backward)
         expect("operations in backward", backward, wanted, case=f"{kind}, {case.case}")
 
 
@@ -173,7 +184,7 @@ def one_all_reduce_each_way(answer, world, network):
 def shards_own_their_memory(answer, world, network):
     """A rank stores its shard only, contiguous: a view would keep the full matrix in memory."""
     for kind, shape in (("mlp", 3 * world.size), ("attention", HEADS[world.size][0])):
-        case = Case(answer, world, network.group, kind, shape)
+        case = Case(answer, network, network.group, kind, shape)
         names = sorted(name for name, _ in case.layer.named_parameters())
         expect("names of the parameters", names, sorted(case.weights), case=case.case)
         for name, p in case.layer.named_parameters():
@@ -181,26 +192,44 @@ def shards_own_their_memory(answer, world, network):
             what = f"of {name}: bytes of its storage, contiguous, requires_grad"
             expect(what, found, [8 * p.numel(), True, True], case=case.case)
     module = linear(1, 3 * world.size, HIDDEN)
-    if answer.shard(module, 0, network.group) is not module:
-        raise Wrong(
-            "wrong", "what shard returns", "the module that it was given, with another weight", "another module"
-        )
-    expect("shape of the module's weight after shard", list(module.weight.shape), [3, HIDDEN])
+    if answer.shard_weight(module, 0, network.group) is not module:
+        wanted = "the module that it was given, with another weight"
+        raise Wrong("wrong", "what shard_weight returns", wanted, "another module")
+    expect("shape of the module's weight after shard_weight", list(module.weight.shape), [3, HIDDEN])
 
 
 @test(points=2, ranks=(2, 3))
 def with_the_sequence_sharded(answer, world, network):
     """With a sequence-parallel region each rank has its own tokens outside of the layer."""
-    Case(answer, world, network.group, "mlp", 3 * world.size, sequence=True).check(network.group)
+    Case(answer, network, network.group, "mlp", 3 * world.size, sequence=True).check(network.group)
     for heads in HEADS[world.size]:
-        Case(answer, world, network.group, "attention", heads, sequence=True).check(network.group)
+        Case(answer, network, network.group, "attention", heads, sequence=True).check(network.group)
+
+
+@test(points=2, ranks=(2, 3, 4))
+def gradients_of_replicas_are_summed(answer, world, network):
+    """After sum_replica_gradients every backward adds the sum of the ranks' gradients to .grad of each parameter."""
+    for group in groups_of(world, network):
+        replicas, other = [nn.Parameter(draw(salt, 3, 2)) for salt in (1, 2)], nn.Parameter(draw(3, 3, 2))
+        answer.sum_replica_gradients(group, *replicas)
+        total, case = group.size * (group.size + 1) / 2, f"{group.size} ranks, this is rank {group.rank}"
+        for times in (1, 2):
+            # Each is used twice in a rank's own loss, whose gradient is (rank + 1) x (2 x its value + 1).
+            losses = [(group.rank + 1) * (each.square().sum() + each.sum()) for each in (*replicas, other)]
+            sum(losses).backward()
+            for index, each in enumerate(replicas):
+                wanted, what = times * total * (2 * each.detach() + 1), f"the gradient of parameter {index}"
+                expect(what, each.grad, wanted, tolerance=TOLERANCE, case=f"{case}, backward number {times}")
+            wanted = times * (group.rank + 1) * (2 * other.detach() + 1)
+            what = "the gradient of a parameter that was not given"
+            expect(what, other.grad, wanted, tolerance=TOLERANCE, case=f"{case}, backward number {times}")
 
 
 @test(points=2, ranks=(1, 3))
 def attention_calls_attend(answer, world, network):
     """Scores and softmax are left to `attend`, which context parallelism replaces; it gets this rank's heads."""
     heads, kv_heads = HEADS[world.size][-1]
-    case, seen = Case(answer, world, network.group, "attention", (heads, kv_heads)), []
+    case, seen = Case(answer, network, network.group, "attention", (heads, kv_heads)), []
 
     def attend(query, key, value):
         seen.append([list(each.shape) for each in (query, key, value)])
@@ -214,7 +243,7 @@ def attention_calls_attend(answer, world, network):
 
 
 def call_mlp(answer, group, hidden):
-    layer = answer.TensorParallelMLP(FullMLP(3 * group.size, hidden.dtype), TensorParallelRegion(group))
+    layer = answer.TensorParallelMLP(FullMLP(3 * group.size, hidden.dtype), Region(group))
     return layer(hidden[None])
 
 

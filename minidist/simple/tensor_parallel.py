@@ -78,7 +78,8 @@ class SequenceParallelRegion(Region):
         own = x.movedim(1, 0).contiguous()
         full = own.new_empty(self.group.size * len(own), *own.shape[1:])
         all_gather(full, own, self.group)
-        return full.movedim(0, 1)
+        # Contiguous once here: each projection that reads it would otherwise copy it, and keep the copy for backward.
+        return full.movedim(0, 1).contiguous()
 
     def reduce(self, x: Tensor) -> Tensor:
         """Collective: sum the ranks' partial results of this rank's tokens, (b, s, h) -> (b, s / n, h)."""
@@ -96,7 +97,7 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
 
     def gather(x: Tensor) -> Tensor:
         parts = x.new_empty(group.size, *x.shape)
-        all_gather(parts, x.contiguous(), group)
+        all_gather(parts, x.contiguous()[None], group)
         return torch.cat(parts.unbind(), -1)
 
     return RegionOperator.apply(x, gather, lambda grad: grad.chunk(group.size, -1)[group.rank].contiguous())

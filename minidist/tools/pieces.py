@@ -65,7 +65,7 @@ class SymbolReplacements:
             raise UserError(
                 f"{symbol} uses super() or variables around it, and its replacement does not (or the reverse)"
             )
-        if isinstance(old, type) and old.__bases__ != new.__bases__:
+        if isinstance(old, type) and old.__bases__ != _bases_in(module, new, also_replaced):
             bases = [", ".join(base.__name__ for base in each.__bases__) for each in (old, new)]
             raise UserError(f"{symbol} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
         self._originals.setdefault(symbol, _contents(old))
@@ -147,6 +147,11 @@ def _define(
     if symbol not in before:  # a method, which belongs to its class only
         del namespace[symbol]
     return _unwrap(new)
+
+
+def _bases_in(module: ModuleType, new: type, also_replaced: Collection[str]) -> tuple[type, ...]:
+    """The bases of a new class; for one that another call replaces, the module's class, whose contents that changes."""
+    return tuple(vars(module)[base.__name__] if base.__name__ in also_replaced else base for base in new.__bases__)
 
 
 def _unwrap(value: Any) -> Any:

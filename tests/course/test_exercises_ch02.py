@@ -11,19 +11,17 @@ from torch import nn
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import PRELOAD, check, modules_to_preload
+from exercises.learner_pieces import LearnerPiece
 from exercises.network import Torchrun
-from exercises.train import LearnerPiece, route_options
 from minidist.tools.launch import RankServer
 from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
-TOGETHER = {
-    "tensor": ["conjugate_pair"],
-    "simple tensor": ["tensor_parallel_block", "vocabulary_cross_entropy"],
-    "sequence": ["sequence_parallel"],
-}
+TENSOR = ["tensor_parallel_block", "vocabulary_parallel", "tensor_parallel_model"]
 # Exercises whose solutions train together with the simple engine, and its options.
-SIMPLE = {
+TOGETHER = {
+    "tensor": (TENSOR, {"mesh__tp": 2}),
+    "sequence": (["region_operators", *TENSOR], {"mesh__tp": 2, "parallel__sequence": True}),
     "gpipe": (["gpipe_schedule", "pipeline_executor"], {"mesh__pp": 2, "parallel__schedule": "gpipe"}),
     "zero bubble": (
         ["one_f_one_b_schedule", "pipeline_executor", "split_backward"],
@@ -44,40 +42,14 @@ def piece(name: str) -> LearnerPiece:
     return LearnerPiece(name, exercise.pieces, "mine.py", exercise.solution.read_text())
 
 
-@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
-def test_the_learners_pieces_lay_out_the_model(ranks, tmp_path, names):
-    from minidist.tools.cli import parse_train_options
-
-    text, size = write_text(tmp_path), 2
-    words = [
-        word
-        for name in names
-        for option, value in route_options(EXERCISES[name], size).items()
-        for word in (option, *value)
-    ]
-    parsed, _ = parse_train_options([], default_options=words)
-
-    def config(name, **change):
-        return small_config(tmp_path / name, text, train__steps=2, model__num_layers=4, **change)
-
-    way = {"engine": parsed.engine, "mesh": parsed.mesh, "parallel": parsed.parallel}
-    both = {"train__micro_batches": parsed.train.micro_batches}
-    if "--model.dropout" in words:
-        both["model__dropout"] = parsed.model.dropout
-    ranks(train_small, 1, config("alone", **both))
-    ranks(train.train_with_pieces, size, config("learner", **way, **both), [piece(name) for name in names])
-    one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
-    assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
-
-
-@pytest.mark.parametrize("names, options", SIMPLE.values(), ids=SIMPLE)
-def test_the_learners_pieces_train_with_the_simple_engine(ranks, tmp_path, names, options):
-    """`train_with_pieces` fails if a rank never calls one of them."""
+@pytest.mark.parametrize("names, options", TOGETHER.values(), ids=TOGETHER)
+def test_the_learners_pieces_train_the_model(ranks, tmp_path, names, options):
+    """`train_with_pieces` fails if no rank calls one of them."""
     text = write_text(tmp_path)
     common = {"train__steps": 2, "train__micro_batches": 4, "model__num_layers": 4}
     ranks(train_small, 1, small_config(tmp_path / "alone", text, **common))
     config = small_config(tmp_path / "learner", text, engine="simple", **common, **options)
-    ranks(train.train_with_pieces, 2, config, [piece(name) for name in names])
+    ranks(train.train_with_pieces, 2, config, [piece(name) for name in names], names)
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
@@ -98,17 +70,17 @@ def test_a_solution_passes_on_the_server_of_a_single_check(warm):
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("conjugate_pair", "wrong_sums_both_ways"): (
+    ("region_operators", "wrong_sums_both_ways"): (
         "gradients_are_those_of_one_process",
         [
             "the gradient of this rank's factor, at [0][0]",
-            "  for       reduce_from_tp(x=<(2, 3, 5) float64>, group=<Group>)",
+            "  for       Region, 2 ranks, this is rank 0",
             "  rank      0 of 2",
             "  expected  [140.0, 357.0, 352.0, 345.0, 336.0]",
             "  got       [280.0, 714.0, 704.0, 690.0, 672.0]",
         ],
     ),
-    ("vocabulary_cross_entropy", "wrong_gathered"): (
+    ("vocabulary_parallel", "wrong_gathered"): (
         "logits_are_not_gathered",
         [
             "operations in forward",

@@ -7,7 +7,7 @@ import pytest
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
-from exercises.train import LearnerPiece
+from exercises.learner_pieces import LearnerPiece
 from minidist.errors import RunError
 from tests.helpers.small_run import small_config, train_small, write_text
 
@@ -38,15 +38,16 @@ def test_the_learners_zero_pieces_train_the_model(ranks, tmp_path, stage):
 
     ranks(train_small, 1, config("alone"))
     pieces = [piece(name) for name in TOGETHER[stage]]
-    ranks(train.train_with_pieces, 3, config("learner", engine="simple", zero__stage=stage), pieces)
+    ranks(train.train_with_pieces, 3, config("learner", engine="simple", zero__stage=stage), pieces, TOGETHER[stage])
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
-    with pytest.raises(RunError, match="some rank never called zero_stage_three"):
+    with pytest.raises(RunError, match="no rank called zero_stage_three"):
         config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, engine="simple", zero__stage=2)
-        ranks(train.train_with_pieces, 2, config, [piece("zero_stage_two"), piece("zero_stage_three")])
+        pieces = [piece("zero_stage_two"), piece("zero_stage_three")]
+        ranks(train.train_with_pieces, 2, config, pieces, ["zero_stage_three"])
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.

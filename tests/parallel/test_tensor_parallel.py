@@ -12,7 +12,6 @@ from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer, cross_entropy_sum
-from minidist.parallel.tensor import simple
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parallel.tensor.vocabulary import VocabParallelLoss
 from minidist.parameters import named_parameters
@@ -48,14 +47,10 @@ def make_address(config: ModelConfig) -> DropoutAddress | None:
     return DropoutAddress(7, 11, torch.tensor([4, 9, 2]), torch.arange(LENGTH)) if config.dropout else None
 
 
-APPLY = {"fast": apply_tensor_parallel, "simple": simple.apply_tensor_parallel}
-both_versions = pytest.mark.parametrize("version", APPLY)
-
-
-def train_in_parallel(world: World, config: ModelConfig, sequence: bool, version: str) -> tuple:
+def train_in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())["tp"]
     model = full_model(config)
-    held = APPLY[version](model, group, sequence)
+    held = apply_tensor_parallel(model, group, sequence)
     total, count = model(*make_batch(config), address=make_address(config))
     total.backward()
     model.eval()
@@ -71,18 +66,15 @@ def train_in_parallel(world: World, config: ModelConfig, sequence: bool, version
     ("fewer heads than ranks", 4), ("two for four", 4),
 ])  # fmt: skip
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@both_versions
-def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequence, version):
+def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequence):
     config = SHAPES[shape]
-    if version == "simple" and sequence:  # its masks would not be those of one process, so validation refuses it
-        config = replace(config, dropout=0.0)
     model = full_model(config)
     tokens, labels = make_batch(config)
     total, count = cross_entropy_sum(model.lm_head(model.model(tokens, address=make_address(config))), labels)
     total.backward()
     model.eval()
     expected = named_parameters(model)
-    by_rank = ranks(train_in_parallel, size, config, sequence, version)
+    by_rank = ranks(train_in_parallel, size, config, sequence)
     for loss, n, _, found in by_rank:
         assert n == count.item()
         # Sums of some hundred terms in another order, in float64: 1e-13 is hundreds of roundings.
@@ -106,36 +98,34 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequenc
         assert (covered == 1).all(), f"{name} is not covered once"
 
 
-def record_traffic(world: World, config: ModelConfig, sequence: bool, version: str) -> list:
+def record_traffic(world: World, config: ModelConfig, sequence: bool) -> list:
     meter = Meter()
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
     model = full_model(config)
-    APPLY[version](model, group, sequence)
+    apply_tensor_parallel(model, group, sequence)
     model(*make_batch(config))[0].backward()
     return [(record.name, tuple(record.shape)) for record in meter.records]
 
 
-@both_versions
-def test_collectives_of_one_step(ranks, version):
+def test_collectives_of_one_step(ranks):
     config = replace(SHAPES["two for four"], dropout=0.0)
     b, s, h = 3, LENGTH, config.hidden_size
-    loss = {"fast": [(b * s,), (2, b * s)], "simple": [(b, s), (2, b, s)]}
-    forward = [(b, s, h)] + [(b, s, h)] * 2 * config.num_layers + loss[version]
+    forward = [(b, s, h)] + [(b, s, h)] * 2 * config.num_layers + [(b * s,), (2, b * s)]  # the last two: of the loss
     backward = [(b, s, h)] * (1 + 2 * config.num_layers)  # the head's input, and each branch's
-    for records in ranks(record_traffic, 2, config, False, version):
+    for records in ranks(record_traffic, 2, config, False):
         assert records == [("all_reduce", shape) for shape in forward + backward]
     # Sequence parallelism replaces each all-reduce of an activation by a reduce-scatter and an all-gather.
     inside = ["reduce_scatter"] + ["all_gather", "reduce_scatter"] * 2 * config.num_layers + ["all_gather"]
     back = [{"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[name] for name in reversed(inside)]
-    for records in ranks(record_traffic, 2, config, True, version):
+    for records in ranks(record_traffic, 2, config, True):
         assert [name for name, _ in records] == [*inside, "all_reduce", "all_reduce", *back]
 
 
-def error_of_uneven_sequence(world: World, version: str) -> str:
+def error_of_uneven_sequence(world: World) -> str:
     config = SHAPES["grouped"]
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     model = full_model(config)
-    APPLY[version](model, group, sequence_parallel=True)
+    apply_tensor_parallel(model, group, sequence_parallel=True)
     try:
         model(make_batch(config)[0][:, :7])
     except ValueError as error:
@@ -143,36 +133,29 @@ def error_of_uneven_sequence(world: World, version: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("version", "message"), [
-    ("fast", "dimension 1 has 7 elements, which cannot be sharded equally over 2 ranks"),
-    ("simple", "reduce_scatter over 2 ranks: the full tensor has 1008 elements of torch.float64, the shard 432 "),
-])  # fmt: skip
-def test_a_sequence_that_does_not_divide_is_refused(ranks, version, message):
-    assert all(message in error for error in ranks(error_of_uneven_sequence, 2, version))
+def test_a_sequence_that_does_not_divide_is_refused(ranks):
+    message = "dimension 1 has 7 elements, which cannot be sharded equally over 2 ranks"
+    assert all(message in error for error in ranks(error_of_uneven_sequence, 2))
 
 
-def loss_of_extreme_logits(world: World, version: str) -> list:
+def loss_of_extreme_logits(world: World) -> list:
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]])
     first = 2 * group.rank
     part = logits[..., first : first + 2].clone().requires_grad_()
     kept = part.detach().clone()
     labels = torch.tensor([[2, 1, IGNORE_INDEX]])
-    if version == "fast":
-        total, count = VocabParallelLoss(first, group)(part, labels)
-    else:
-        total, count = simple.vocab_parallel_loss(part, labels, group)
+    total, count = VocabParallelLoss(first, group)(part, labels)
     (3 * total).backward()
     assert torch.equal(part.detach(), kept), "the logits are left as they were"
     return [total, count, part.grad]
 
 
-@both_versions
-def test_vocab_parallel_loss_handles_huge_logits_and_ignored_labels(ranks, version):
+def test_vocab_parallel_loss_handles_huge_logits_and_ignored_labels(ranks):
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]], requires_grad=True)
     total, count = cross_entropy_sum(logits, torch.tensor([[2, 1, IGNORE_INDEX]]))
     (3 * total).backward()
-    for rank, (mine, n, grad) in enumerate(ranks(loss_of_extreme_logits, 2, version)):
+    for rank, (mine, n, grad) in enumerate(ranks(loss_of_extreme_logits, 2)):
         assert n == count == 2
         torch.testing.assert_close(mine, total.detach())
         torch.testing.assert_close(grad, logits.grad[..., 2 * rank : 2 * rank + 2])

@@ -136,6 +136,23 @@ def test_a_class_keeps_its_bases(module):
         SymbolReplacements().replace_symbol("a_module:Child", "class Child:\n    pass")
 
 
+def test_a_class_and_its_base_can_come_from_one_source(module):
+    source = """
+class Base:
+    def name(self):
+        return "new base"
+
+
+class Child(Base):
+    def name(self):
+        return "new child of " + super().name()
+"""
+    child = module.Child()
+    for name in ("Base", "Child"):
+        SymbolReplacements().replace_symbol(f"a_module:{name}", source, also_replaced=["Base", "Child"])
+    assert child.name() == module.Child().name() == "new child of new base" and isinstance(child, module.Base)
+
+
 def test_a_traceback_shows_the_line_of_the_new_source(module):
     SymbolReplacements().replace_symbol("a_module:double", "def double(x):\n    return x / 0  # here\n")
     with pytest.raises(ZeroDivisionError) as error:

@@ -1,10 +1,12 @@
-"""Tests of vocabulary_cross_entropy: the reference has the full logits, on one process, in float64."""
+"""Tests of vocabulary_parallel: the reference has the full embedding and logits, on one process, in float64."""
 
 import torch
+from torch import nn
 
 from exercises.conditions import Declaration, Drawn, check_conditions
 from exercises.observations import PeakMemory
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
+from minidist.simple.tensor_parallel import Region, SequenceParallelRegion
 
 IGNORE_INDEX = -100
 COPIES = 6  # of a rank's logits that may be in memory
@@ -53,15 +55,87 @@ class Case:
         return answer.vocab_parallel_loss(self.mine, self.labels, self.group)
 
 
+def groups_of(world, network):
+    """Return the group of all ranks and, on 4 ranks, this rank's group of every other rank."""
+    return [network.group, *([network.divided_group] if world.size == 4 else [])]
+
+
+class EmbeddingCase:
+    """An embedding of some rows per rank, tokens that occur up to three times, and what one process gets."""
+
+    def __init__(self, answer, group, each=3, sequence=False):
+        vocabulary, length = each * group.size, 2 * group.size
+        full = nn.Embedding(vocabulary, 5, dtype=torch.float64)
+        with torch.no_grad():
+            full.weight.copy_(torch.arange(5.0 * vocabulary).view(vocabulary, 5) + 1)
+        self.tokens = (torch.arange(2 * length).view(2, length) * 2 + vocabulary - 1) % vocabulary
+        self.own = slice(2 * group.rank, 2 * group.rank + 2) if sequence else slice(None)
+        self.rows = slice(each * group.rank, each * (group.rank + 1))
+        self.weight = full.weight.detach().clone().requires_grad_()
+        self.every = self.weight[self.tokens]
+        self.arriving = torch.arange(10.0 * length, dtype=torch.float64).view(2, length, 5) % 7
+        self.every.backward(self.arriving)
+        how = ", the sequence sharded" if sequence else ""
+        self.name = f"a vocabulary of {vocabulary} on {group.size} ranks{how}"
+        region = SequenceParallelRegion(group) if sequence else Region(group)
+        self.layer = answer.VocabParallelEmbedding(full, region)
+
+    def check(self):
+        """Compare the embeddings and the gradient of this rank's rows with those of one process."""
+        tokens = self.tokens.clone()
+        out = self.layer(tokens)
+        expect("the embeddings", out, self.every.detach()[:, self.own], case=self.name)
+        expect("the tokens afterwards", tokens, self.tokens, case=self.name)
+        out.backward(self.arriving[:, self.own])
+        named = dict(self.layer.named_parameters())
+        expect("names of the parameters", sorted(named), ["weight"], case=self.name)
+        expect("this rank's rows", named["weight"].detach(), self.weight.detach()[self.rows], case=self.name)
+        if named["weight"].grad is None:
+            raise Wrong("wrong", "the gradient of this rank's rows", "a tensor", "None", case=self.name)
+        expect("the gradient of this rank's rows", named["weight"].grad, self.weight.grad[self.rows], case=self.name)
+
+
+@test(points=4, ranks=(1, 2, 3, 4))
+def embedding_of_one_process_in_shards(answer, world, network):
+    """Every rank gets the embeddings of one process; its rows get their gradients; it stores no more than its rows."""
+    for group in groups_of(world, network):
+        for each in (1, 3, 8):
+            EmbeddingCase(answer, group, each).check()
+        EmbeddingCase(answer, group, sequence=True).check()
+    weight = EmbeddingCase(answer, network.group, 3).layer.weight
+    found = [weight.untyped_storage().nbytes(), weight.is_contiguous(), weight.requires_grad]
+    expect("of weight: bytes of its storage, contiguous, requires_grad", found, [3 * 5 * 8, True, True])
+
+
+@test(points=2, ranks=(2, 3))
+def one_collective_for_the_embedding(answer, world, network):
+    """The embeddings are summed once, (b, s, h), for any vocabulary; backward sends nothing with all tokens."""
+    for each, sequence in ((3, False), (50, False), (3, True)):
+        case, before = EmbeddingCase(answer, network.group, each, sequence), len(network.records)
+        out = case.layer(case.tokens)
+        forward = [(record.name, record.payload_bytes) for record in network.records[before:]]
+        name, full = "reduce_scatter" if sequence else "all_reduce", case.every.numel() * 8
+        expect("operations in forward, and bytes of the tensor", forward, [(name, full)], case=case.name)
+        out.backward(case.arriving[:, case.own])
+        backward = [record.name for record in network.records[before + 1 :]]
+        expect("operations in backward", backward, ["all_gather"] if sequence else [], case=case.name)
+
+
 @test(points=4, ranks=(1, 2, 3, 4))
 def loss_is_that_of_one_process(answer, world, network):
-    """Every rank has the sum of the counted losses, and their number."""
-    for group in [network.group, *([network.divided_group] if world.size == 4 else [])]:
+    """Every rank has the sum of the counted losses, in at least float32, and their number."""
+    for group in groups_of(world, network):
         for each in (1, 3, 8):
             case = Case(group, each)
             total, count = case.run(answer)
             expect("the loss of 8 labels", total, case.loss, tolerance=TOLERANCE * 10, case=case.name)
             expect("the number of counted labels", count, 8, case=case.name)
+        case = Case(group)
+        total, _ = answer.vocab_parallel_loss(case.mine.detach().bfloat16(), case.labels, group)
+        rounded, _ = of_one_process(case.logits.bfloat16(), case.labels)
+        name = f"bfloat16 logits, {case.name}"
+        expect("the dtype of the loss", str(total.dtype), "torch.float32", case=name)
+        expect("the loss", total.double(), rounded, tolerance=1e-4, case=name)  # of about 30, in float32
         case = Case(group, ignored=[(row, column) for row in range(2) for column in range(5)])
         expect("loss and number if all labels are ignored", [x.item() for x in case.run(answer)], [0.0, 0])
 
@@ -95,7 +169,7 @@ def large_logits(answer, world, network):
         expect("the gradient", case.mine.grad, case.grad, tolerance=1e-10, case=name)
 
 
-@test(points=4, ranks=(2, 4))
+@test(points=3, ranks=(2, 4))
 def logits_are_not_gathered(answer, world, network):
     """Three numbers per position are reduced, for any vocabulary, and none in backward."""
     for each in (3, 100):
@@ -112,7 +186,7 @@ def logits_are_not_gathered(answer, world, network):
         expect("messages in backward", len(network.records) - before - len(forward), 0, case=case.name)
 
 
-@test(points=3, ranks=(4,))
+@test(points=2, ranks=(4,))
 def no_memory_for_all_logits(answer, world, network):
     """Forward and backward together need less memory than six copies of this rank's logits."""
     case = Case(network.group, 4000)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minidist.comm import World
     from minidist.config import Config
 
+
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
 

@@ -44,8 +44,8 @@ PASSING_ROW = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"lo
 _COMMON = 2**6 * 3
 _FAST = 2 * 3 * 6 + 2 * 3 * 30 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6
 # The mixed engine, in two dtypes: with dp=2 one reduction with three optimizers and four ZeRO stages with two; one
-# reduction with tp=2, with sequence parallelism without dropout (half as many), with cp=2, and two pipeline schedules.
-_MIXED = 2 * (2 * 2) * 2 * (3 + 4 * 2) + 2 * 2 * 2 * 3 * (1 + 1 / 2 + 2 + 2)
+# reduction with tp=2, with sequence parallelism without dropout (half as many), and with cp=2. No pipeline.
+_MIXED = 2 * (2 * 2) * 2 * (3 + 4 * 2) + 2 * 2 * 2 * 3 * (1 + 1 / 2 + 2)
 # Synchronization modes, without clipping, resumption, recomputation and other optimizers than SGD, in two dtypes: four
 # with dp=2, which has two starts and two kinds of shares, and one on a single rank.
 _MODES = 2**4 * (4 * 2 * 2 * 2 * 2 + 2 * 2)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minidist.comm import Group, all_gather_object
 from minidist.errors import DamagedError, RunError, UserError
-from minidist.parameters import Box, ParamSpec, flat_boxes
+from minidist.parameters import Box, flat_boxes
 
 FORMAT, INDEX = 2, "checkpoint.json"
 BLOCK_BYTES = 2**23
@@ -53,18 +53,6 @@ class Shard:
     def dtype(self) -> str:
         """The dtype's name in the index: "float32"."""
         return str(self.tensor.dtype).removeprefix("torch.")
-
-
-def make_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[Shard]:
-    """Return the shards of a parameter, or of a tensor that is sharded like it, such as an optimizer state.
-
-    kind: stands before the name. spec: the parameter's; its boxes follow one another in `tensor`.
-    """
-    parts = tensor.detach().view(-1).split([box.numel for box in spec.boxes])
-    return [
-        Shard(f"{kind}/{spec.name}", spec.shape, box, part.view(box.shape), is_saved_here=spec.owner == rank)
-        for box, part in zip(spec.boxes, parts, strict=True)
-    ]
 
 
 def box_key(name: str, box: Box) -> str:

@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,9 +115,9 @@ def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
         load_json_state(trainer, next(iter(healthy.values()))["json"])
         tensors = {name: entry for state in healthy.values() for name, entry in state["tensors"].items()}
         create_optimizer_states(trainer.engine, tensors)
-    order = attrgetter("name", "box.start")  # one order on all ranks, so that no two ranks wait for each other
-    targets = sorted(state_shards(trainer.engine), key=order)
-    values = sorted(state_shards(source.engine), key=order) if rank in healthy else targets
+    # One order on all ranks, so that no two ranks wait for each other.
+    owners = trainer, source if rank in healthy else trainer
+    targets, values = (sorted(state_shards(each.engine), key=lambda s: (s.name, s.box.start)) for each in owners)
     replicas_of = shard_replicas(trainer)
     for target, value in zip(targets, values, strict=True):
         replicas = set(replicas_of.get(target.name.partition("/")[2], group.ranks))

@@ -38,8 +38,8 @@ _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # Pieces that use our custom operators or torch's optimizers, or count operators, import torch._dynamo. It writes a
 # file, for which the answer would be blamed.
 _OPERATORS = (
-    *("minidist.parallel.tensor.", "minidist.simple.pipeline:split_backward"),
-    *("minidist.fault.simple.run:", "minidist.fault.simple.agreement:agreed", "minidist.fault.simple.recovery:"),
+    "minidist.simple.pipeline:split_backward",
+    *("minidist.simple.training_state:", "minidist.simple.recovery:recover"),
 )
 # After these findings the other tests would fail in the same way.
 _STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit")

@@ -13,7 +13,7 @@ from exercises.testing import Answer, Finding, ProcessFailed, learner_file
 from minidist.tools.launch.elastic import ElasticRanks, Rendezvous
 
 _MAX_GROUPS = 40
-_QUIET_S = 4.0  # without a rendezvous or an end; less than a check waits for a hanging rank
+_QUIET_S = 12.0  # without a rendezvous or an end; less than a check waits for a rank that is asleep
 
 
 def run_processes(

@@ -1,25 +1,34 @@
 """A disk in memory that records every change, and the states in which a crash can leave it.
 
 It models what POSIX promises: a rename is atomic, and nothing is on disk before it has been synced, neither the bytes
-of a file nor the entry of its folder.
+of a file nor the entry of its folder. The format of the checkpoints is that of `minidist/simple/checkpoint.py`.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PosixPath
+from unittest import mock
 
 import torch
 from safetensors.torch import load, save
 
+from exercises.testing import Answer, Wrong, learner_globals
+from minidist.simple import checkpoint
+
 Change = tuple[int, str, tuple]
+INDEX = "checkpoint.json"
+_ROOT = "/recorded"
+_BLOCK = 8 * 2**20
 
 
 class RecordedDisk:
-    """Has the methods of `minidist.fault.disk.Disk`. files: the contents at the start, by name.
+    """A disk in memory, whose files an answer reaches by paths below `root`.
 
-    clock: returns increasing numbers, in one order for all ranks. failing: pairs of an operation and the end of a name,
-    as ("write", ".safetensors"), for which it raises OSError. changes: (time, operation, arguments) so far. reads: the
-    names that were read.
+    files: the contents at the start, by name, like "step-00000003/checkpoint.json". clock: returns increasing numbers,
+    in one order for all ranks. failing: pairs of an operation and the end of a name, as ("write", ".safetensors"), for
+    which it raises OSError. changes: (time, operation, arguments) so far.
     """
 
     def __init__(
@@ -27,8 +36,8 @@ class RecordedDisk:
     ):
         self.files, self.failing = dict(files), list(failing)
         self.changes: list[Change] = []
-        self.reads: list[str] = []
         self._clock = clock or (lambda: len(self.changes))
+        self.root = type("RecordedPath", (_RecordedPath,), {"disk": self})(_ROOT)
 
     def write(self, name: str, data: bytes) -> None:
         self._change("write", name, bytes(data))
@@ -37,6 +46,9 @@ class RecordedDisk:
     def sync(self, name: str) -> None:
         self._change("sync", name)
 
+    def mkdir(self, name: str, exist_ok: bool) -> None:
+        self._change("mkdir", name, exist_ok)
+
     def rename(self, old: str, new: str) -> None:
         if any(name.startswith(f"{new}/") for name in self.files):
             raise OSError(f"{new} is a folder with entries")
@@ -44,17 +56,9 @@ class RecordedDisk:
         self.files = {_moved(name, old, new): data for name, data in self.files.items()}
 
     def remove(self, name: str) -> None:
-        self._change("remove", name)
-        self.files = {file: data for file, data in self.files.items() if not _is_in(file, name)}
-
-    def read(self, name: str) -> bytes:
-        self.reads.append(name)
-        if name not in self.files:
-            raise FileNotFoundError(name)
-        return self.files[name]
-
-    def names(self) -> list[str]:
-        return sorted({name.split("/")[0] for name in self.files})
+        if any(_is_in(file, name) for file in self.files):
+            self._change("remove", name)
+            self.files = {file: data for file, data in self.files.items() if not _is_in(file, name)}
 
     def _change(self, operation: str, name: str, *more) -> None:
         for failing, end in self.failing:
@@ -63,9 +67,90 @@ class RecordedDisk:
         self.changes.append((self._clock(), operation, (name, *more)))
 
 
+class _RecordedPath(PosixPath):
+    """A path whose methods act on a recorded disk."""
+
+    disk: RecordedDisk
+
+    @property
+    def name_on_disk(self) -> str:
+        return str(self).removeprefix(_ROOT).removeprefix("/")
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        self.disk.mkdir(self.name_on_disk, exist_ok)
+
+    def write_bytes(self, data: bytes) -> int:
+        self.disk.write(self.name_on_disk, data)
+        return len(data)
+
+    def write_text(self, data: str, *_, **__) -> int:
+        return self.write_bytes(data.encode())
+
+    def read_bytes(self) -> bytes:
+        return self.disk.files[self.name_on_disk]
+
+    def rename(self, target: Path) -> Path:
+        self.disk.rename(self.name_on_disk, type(self)(target).name_on_disk)
+        return target
+
+    replace = rename
+
+    def exists(self, **_) -> bool:
+        return not self.name_on_disk or any(_is_in(file, self.name_on_disk) for file in self.disk.files)
+
+    def is_dir(self, **_) -> bool:
+        return self.exists() and self.name_on_disk not in self.disk.files
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self.disk.remove(self.name_on_disk)
+
+    rmdir = unlink
+
+    def iterdir(self) -> Iterator[Path]:
+        start = f"{self.name_on_disk}/".removeprefix("/")
+        inside = {file.removeprefix(start).split("/")[0] for file in self.disk.files if file.startswith(start)}
+        return iter([self / name for name in sorted(inside)])
+
+
+def _sync(path: _RecordedPath) -> None:
+    path.disk.sync(path.name_on_disk)
+
+
+def _remove_folder(folder: _RecordedPath) -> None:
+    folder.disk.remove(folder.name_on_disk)
+
+
+@contextlib.contextmanager
+def recorded_files(answer: Answer) -> Iterator[None]:
+    """Let the package's `sync` and `remove_folder`, which the answer calls, act on recorded disks."""
+    names = {"sync": _sync, "remove_folder": _remove_folder}
+    known = {name: each for name, each in names.items() if name in learner_globals(answer)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(learner_globals(answer), known))
+        for name, each in names.items():
+            stack.enter_context(mock.patch.object(checkpoint, name, each))
+        yield
+
+
 def merge_changes(changes_of_ranks: Sequence[Sequence[Change]]) -> list[tuple[str, tuple]]:
-    """Return the changes of all ranks, in the order of the clock, as (operation, arguments)."""
+    """Return the changes of all ranks, in the order of the clock, as (operation, arguments).
+
+    Raises Wrong for a file that is written before its folder has been made, and for a folder that is made twice.
+    """
     ordered = sorted((change for changes in changes_of_ranks for change in changes), key=lambda change: change[0])
+    folders: set[str] = set()
+    for _, operation, (name, *more) in ordered:
+        if operation == "mkdir":
+            if name in folders and not more[0]:
+                raise Wrong("wrong", f"the folder {name} is made although it exists: FileExistsError on a real disk")
+            folders.add(name)
+        elif operation == "remove":
+            folders.discard(name)
+        elif operation == "rename":
+            folders.discard(name)
+            folders.add(more[0])
+        elif operation == "write" and (folder := name.rpartition("/")[0]) not in folders:
+            raise Wrong("wrong", f"{name} is written before {folder} is made: FileNotFoundError on a real disk")
     return [(operation, arguments) for _, operation, arguments in ordered]
 
 
@@ -83,6 +168,8 @@ def crash_states(
         if operation == "write":
             view[name] = more[0]
             durable.pop(name, None)
+        elif operation == "mkdir":
+            folders.add(name)
         elif operation == "sync" and name in view:
             durable[name] = view[name]
         elif operation == "sync":
@@ -90,12 +177,13 @@ def crash_states(
             renames = renames if name else []
         elif operation == "remove":
             view = {file: data for file, data in view.items() if not _is_in(file, name)}
+            folders.discard(name)
         elif operation == "rename":
             renames.append((name, more[0]))
             view = {_moved(file, name, more[0]): data for file, data in view.items()}
             durable = {_moved(file, name, more[0]): data for file, data in durable.items()}
             entries = {_moved(file, name, more[0]) for file in entries}
-            folders.add(more[0])
+            folders = (folders - {name}) | {more[0]}
     lost = {
         "nothing was lost": view,
         "bytes that were not synced were lost": {
@@ -123,27 +211,31 @@ def describe_checkpoint(files: Mapping[str, bytes], folders: set[str], folder: s
     inside = {name.removeprefix(f"{folder}/"): data for name, data in files.items() if name.startswith(f"{folder}/")}
     if not inside and folder not in folders:
         return "absent"
-    if "index.json" not in inside:
-        return "without index.json"
-    digest, _, body = inside["index.json"].partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest.strip():
-        return "index.json does not have the SHA-256 in its first line"
-    index = json.loads(body)
+    if INDEX not in inside:
+        return f"without {INDEX}"
+    try:
+        index = json.loads(inside[INDEX])
+    except ValueError:
+        return f"{INDEX} is not complete"
+    digest, _ = index.pop("sha256"), index.pop("format")
+    if _digest_of(index) != digest:
+        return f"{INDEX} does not have its SHA-256"
     tensors = {}
-    for file, digest in index["files"].items():
+    for file, entry in index["files"].items():
         if file not in inside:
             return f"without {file}"
-        if hashlib.sha256(inside[file]).hexdigest() != digest:
-            return f"{file} does not have its SHA-256"
+        if _checksum(inside[file]) != entry["checksum"] or len(inside[file]) != entry["bytes"]:
+            return f"{file} does not have the checksum and length in {INDEX}"
         tensors[file] = load(inside[file])
     if sorted(index["tensors"]) != sorted(expected):
         return f"with the tensors {sorted(index['tensors'])}"
+    file_names = sorted(index["files"])
     for name, tensor in index["tensors"].items():
         found = torch.full(tensor["shape"], float("nan")).to(getattr(torch, tensor["dtype"]))
         counts = torch.zeros(tensor["shape"])
-        for box in tensor["boxes"]:
-            place = tuple(slice(a, b) for a, b in zip(box["start"], box["stop"], strict=True))
-            found[place] = tensors[box["file"]][box["key"]]
+        for number, start, stop in index["partitions"][tensor["partition"]]:
+            place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            found[place] = tensors[file_names[number]][_key(name, start, stop)]
             counts[place] += 1
         if not (counts == 1).all():
             return f"{name} has elements that are saved {int(counts.min())} or {int(counts.max())} times"
@@ -157,21 +249,41 @@ def checkpoint_files(folder: str, tensors: Mapping[str, torch.Tensor], boxes: Ma
 
     boxes: of each tensor, by name: a list of (rank, start, stop).
     """
-    contents: dict[str, dict] = {}
-    described = {}
+    contents: dict[int, dict] = {rank: {} for each in boxes.values() for rank, _, _ in each}
+    described, partitions = {}, []
+    numbers = {rank: number for number, rank in enumerate(sorted(contents))}
     for name, tensor in tensors.items():
         kind = str(tensor.dtype).removeprefix("torch.")
-        described[name] = {"dtype": kind, "shape": list(tensor.shape), "boxes": []}
+        described[name] = {"dtype": kind, "shape": list(tensor.shape), "partition": len(partitions)}
+        partitions.append([])
         for rank, start, stop in boxes[name]:
-            file, key = f"rank-{rank:05d}.safetensors", f"{name} from {list(start)}"
             place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-            contents.setdefault(file, {})[key] = tensor[place].clone().contiguous()
-            described[name]["boxes"].append({"start": list(start), "stop": list(stop), "file": file, "key": key})
-    files = {file: save(content) for file, content in contents.items()}
-    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    body = json.dumps({"state": state, "files": digests, "tensors": described}).encode()
-    files["index.json"] = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+            contents[rank][_key(name, start, stop)] = tensor[place].clone().contiguous()
+            partitions[-1].append([numbers[rank], list(start), list(stop)])
+    files = {f"rank-{rank:05d}.safetensors": save(content) for rank, content in contents.items()}
+    body = {
+        "step": state.get("step", 0),
+        "state": state,
+        "checksum": "sha256 of sha256 per 8 MiB",
+        "files": {file: {"checksum": _checksum(data), "bytes": len(data)} for file, data in files.items()},
+        "tensors": described,
+        "partitions": partitions,
+    }
+    files[INDEX] = json.dumps({"format": 2, "sha256": _digest_of(body), **body}).encode()
     return {f"{folder}/{file}": data for file, data in files.items()}
+
+
+def _key(name: str, start: Sequence[int], stop: Sequence[int]) -> str:
+    return f"{name}[{','.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
+
+
+def _checksum(data: bytes) -> str:
+    blocks = [data[at : at + _BLOCK] for at in range(0, len(data), _BLOCK)]
+    return hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
+
+
+def _digest_of(body: Mapping) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _is_in(file: str, folder: str) -> bool:

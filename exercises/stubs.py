@@ -201,12 +201,12 @@ def _imports(exercise: Exercise) -> str:
     for module in exercise.modules:
         tree = ast.parse(module_file(module).read_text())
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
-        used = {n.id for source in sources for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+        used = {name for source in sources for name in _used_names(ast.parse(source))}
         used -= set(exercise.symbols)
         own = {name for node in tree.body for name in _defined(node)} & used
         if own:
             named.setdefault(module, set()).update(own)
-        for node in tree.body:
+        for node in _top_level(tree):
             for alias in getattr(node, "names", []):
                 if (alias.asname or alias.name).split(".")[0] not in used:
                     continue
@@ -222,6 +222,22 @@ def _imports(exercise: Exercise) -> str:
         kind = "ours" if top == "minidist" else "other" if top in ("numpy", "safetensors", "torch") else "standard"
         groups[kind].append(statement)
     return "\n\n".join("\n".join(map(_split, sorted(lines, key=_import_order))) for lines in groups.values() if lines)
+
+
+def _used_names(tree: ast.Module) -> set[str]:
+    """Return all names in some code, also those in annotations that are strings."""
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    annotations = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg | ast.AnnAssign)]
+    annotations += [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for text in annotations:
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            found |= _used_names(ast.parse(text.value))
+    return found
+
+
+def _top_level(tree: ast.Module) -> list[ast.stmt]:
+    """Return the statements of a module, with those under `if TYPE_CHECKING`."""
+    return [each for node in tree.body for each in (node.body if isinstance(node, ast.If) else [node])]
 
 
 def _split(statement: str) -> str:

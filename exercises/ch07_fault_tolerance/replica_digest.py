@@ -3,39 +3,50 @@
 A flipped bit in one replica crashes nothing: its rank continues with parameters that differ from the others'. Compare
 the tensors of all ranks, by digests of 8 bytes, and name the ranks and tensors that differ.
 
-tensors: this rank's, by name, of any shape and dtype, equal in names and shapes on all ranks. Result: {name: ranks}.
-Example: on 3 ranks, where rank 1 has bias = [0, 0.5] and the others [0, 0.25],
-    differing_replicas({"weight": weight, "bias": bias}, group)   is {"bias": [1]} on every rank
-On 2 ranks it is {"bias": [0, 1]}: the comparison cannot decide which of the two is right.
+tensors: this rank's, {name: (tensor, ranks)}: a tensor of any shape and dtype, and a tuple of the global ranks that
+must have the same bits, with tensor parallelism not all. A tensor whose ranks are this rank alone has no replica and is
+not compared. Result: {name: ascending global ranks}, on all ranks of the group, {} if all replicas are equal.
 
-Checked: the result on 1 to 4 ranks, for each rank and tensor in turn, for every dtype, for tensors that differ in one
-bit only, in their order, or in the sign of a zero; and by the messages: 8 bytes per tensor and rank, in one all-gather.
+Example: 3 ranks with the same parameters; rank 1 has bias = [0, 0.5] and the others have [0, 0.25]:
+    differing_replicas({"weight": (weight, (0, 1, 2)), "bias": (bias, (0, 1, 2))}, group)   is {"bias": [1]} on all
+With a bias on the ranks (0, 1) only, it is {"bias": [0, 1]}: nobody knows which of two replicas is right.
+    tensor_digest(torch.zeros(2))   is af5570f5a1810b7a in hexadecimal, the beginning of the SHA-256 of 8 bytes of zeros
+
+Checked: the digest of every dtype, also of transposed tensors; the result on 1 to 4 ranks, for each rank and tensor in
+turn, for tensors that differ in one bit only, in their order, or in the sign of a zero; without a majority; for sets
+of replicas, of which several may have tensors of one name, a rank without its tensor, and a group of some of the ranks;
+that no tensor changes; and that the bytes sent do not depend on the sizes of the tensors, nor the number of collectives
+on their number.
 
 You may call:
-    all_gather(output, input, group)   output (size * n,) of all ranks' input (n,), in rank order
+    all_gather_object(value, group) -> list   the values of all ranks, in the order of group.ranks, their global ranks
     hashlib.sha256(data).digest()   32 bytes; data: bytes or a contiguous NumPy array
-    Tensor.view(torch.uint8), Tensor.numpy(), int.from_bytes(data, "little", signed=True), Counter(values)
+    Tensor.reshape(-1), Tensor.view(torch.uint8), Tensor.numpy(), Counter(values).most_common(1)
 
 Check it with: python -m exercises check replica_digest
 
-Stub 24ae3e24.
+Stub 607545b2.
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, all_gather
+from minidist.comm import Group, all_gather_object
 
 
-def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
-    """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
+def tensor_digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's bits: the first 8 bytes of their SHA-256."""
+    raise NotImplementedError("return the first 8 bytes of the SHA-256 of the tensor's bits")
 
-    tensors: this rank's tensors, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit,
-    by 8 bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among
-    themselves; if no value has such a majority, all ranks are named.
+
+def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], group: Group) -> dict[str, list[int]]:
+    """Collective: return which ranks differ from their replicas, and in which tensors: {name: global ranks}.
+
+    tensors: this rank's, by name, each with the global ranks that must have the same bits. If more than half of these
+    have equal bits, the others differ; if not, all are named. The result is the same on all ranks of `group`.
     """
     raise NotImplementedError("compare digests of all ranks' tensors, and return which ranks differ, by tensor")

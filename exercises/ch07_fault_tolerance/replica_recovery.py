@@ -1,91 +1,53 @@
-"""Ranks die, and training goes on.
+"""Ranks lose their state, and training goes on.
 
-When a rank dies, the others should not: they repeat the step without the dead rank and continue; a new rank joins
-later. Write the part of the gradient that a rank computes, which depends on how many ranks are left; the recovery of
-the group and of its state; and the training loop around both.
+When a rank dies, the others should not: they form new process groups without it, and continue from what they have in
+memory; a new rank joins later. Give every rank without a valid training state that of its replicas.
 
-run: see Run in minidist/fault/simple/run.py. rendezvous(group) closes the connections of the old group (None if there
-is none), waits until all living ranks have called it, and returns their group. train_step(run, group) calls your
-local_gradients, updates the parameters on all ranks or on none (7.5), and then counts run.step and run.position.
+trainer: this rank's, in the groups of now. source: the trainer with this rank's state: the same one; an earlier one
+with the same shards, if new groups have been formed; or None if this rank is new or its state is damaged. An earlier
+one is only read: its groups are closed. The healthy ranks are those with a source at the newest step; all others
+receive. Result: the ascending global ranks that receive. A training state is what 7.3 saves:
+all tensors of state_shards, and the JSON state.
 
-Example: batch_size=5, and the samples of step 4 are [3, 9, 0, 7, 5]. On 3 ranks, rank 1 computes the samples 9 and 5,
-and returns (gradient of 9 + gradient of 5) / 5, times the loss scale. Rank 2 is killed before the all-reduce of step
-4, which raises CommError on ranks 0 and 1. Both call recover, are ranks 0 and 1 of 2, and repeat step 4: rank 0 with
-the samples 3, 0 and 5, rank 1 with 9 and 7. With save_every=3, recover is called again after the save of step 6; a
-process that was started meanwhile with join=True is then rank 2 of 3, and has the state of the others.
+Example: ranks 0, 1 and 2 have replicas of everything. In step 4 rank 1 was killed; rank 0 had made its update already
+and rank 2 had not. A new process is rank 1 now. recover(trainer, old) on ranks 0 and 2 and recover(trainer, None) on
+rank 1 return [1, 2] on all: rank 0 has sent its parameters, masters and moments to both, and all are at step 5. With
+two tensor-parallel ranks 0 and 1, and 2 and 3 as replicas of them, rank 1 receives from rank 3 only.
 
-Checked: the sum of the parts on 1 to 7 ranks, with dropout and a loss scale; the state of all ranks after recover,
-whichever of them is ahead; processes that are killed with SIGKILL in a step, after an update and in a save, compared
-with an uninterrupted run; a process that joins, which must read no file; a full disk, which must give a warning with
-the number of the step and not end the run; checkpoints from which a new run resumes; and an error other than CommError,
-which must end the run.
+Checked: all tensors, the progress and the loss scale, bit by bit, on every rank and one step later, on 2 to 4 ranks,
+for data parallelism, fp16, tensor parallelism, and a pipeline with tied embeddings; whichever rank has lost its state
+or is ahead, also before the first step; that a shard without a healthy replica, as with ZeRO, raises RunError on all
+ranks and changes nothing; the bytes that each rank receives; and processes that are killed with SIGKILL, and one that
+joins, compared with an uninterrupted run.
 
 You may call:
-    samples_at(seed, position, count, num_samples) -> list   the numbers of the samples of a global batch
-    torch.manual_seed(int(hash64(run.seed, run.step, sample)) >> 1)   before each sample: its dropout masks
-    run.sample_loss(sample) -> scalar tensor, torch.autograd.grad(loss, parameters), run.scaler.scale
-    run_shards(run, is_saved_here) -> list   all tensors of a run, as TensorShards: name, shape, dtype_name, tensor
-    run_state(run) -> dict, set_run_state(run, state)   step, position, seed and scaler
-    create_optimizer_states(run, {name: (shape, dtype name)})   zeros for those among the names; deletes the others
-    all_gather_object(value, group) -> list, broadcast(tensor, source, group)   fills the tensor from rank `source`
-    train_step(run, group), resume(run, disk, group)   raise CommError if a rank is gone
-    save(disk, step, shards, state, group)   raises CommError, or ErrorOnAnyRank if a disk is full; warnings.warn
+    describe_state(trainer) -> {"json": JSON state, with "step", "tensors": {name: {"shape": shape}}}
+    shard_replicas(trainer) -> {name: global ranks}   with the same shard of a parameter and its states, or of a buffer
+    require_replicas(trainer, healthy)   collective; RunError on all ranks if a shard of any rank has no healthy replica
+    load_json_state(trainer, state), create_optimizer_states(trainer.engine, tensors)   of this rank's part, as zeros
+    state_shards(trainer.engine) -> list   of Shards with name ("optimizer.exp_avg/NAME"), box, tensor: the very memory
+    trainer.engine.control   the group of all ranks; group.ranks, its global ranks; trainer.world.rank, this one
+    all_gather_object(value, group); send(tensor, to, group), recv(tensor, source, group)   indices of ranks
+    trainer.engine.reducer.update_parameters()   collective: copies the masters to the model's parameters
 
 Check it with: python -m exercises check replica_recovery
 
-Stub 5b1cd436.
+Stub 01c87b40.
 """
 
-import warnings
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from minidist.comm import CommError, Group, all_gather_object, broadcast
-from minidist.fault.agree import ErrorOnAnyRank
-from minidist.fault.disk import Disk
-from minidist.fault.simple.agreement import train_step
-from minidist.fault.simple.checkpoint import save
-from minidist.fault.simple.run import (
-    Run,
-    create_optimizer_states,
-    resume,
-    run_shards,
-    run_state,
-    samples_at,
-    set_run_state,
-)
-from minidist.hashing import hash64
+from minidist.comm import all_gather_object, recv, send
+from minidist.simple.recovery import describe_state, require_replicas, shard_replicas
+from minidist.simple.trainer import Trainer
+from minidist.simple.training_state import create_optimizer_states, load_json_state, state_shards
 
 
-def local_gradients(run: Run, group: Group) -> list[Tensor]:
-    """Return this rank's part of the gradient of the global batch, one tensor per parameter, times the loss scale.
+def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
+    """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
 
-    The parts of all ranks of `group` sum to the gradient of the mean loss over the global batch of the next step. That
-    gradient does not depend on the number of ranks, nor do the samples and their dropout masks, so the remaining ranks
-    can repeat an aborted step. Raises what `run.sample_loss` raises.
+    source: the trainer with this rank's state: `trainer` itself; an earlier one with the same shards, if a death led
+    to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises
+    RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
-    raise NotImplementedError("return this rank's part of the gradient of the global batch")
-
-
-def recover(run: Run, group: Group | None, rendezvous: Callable[[Group | None], Group]) -> Group:
-    """Collective: form a group of all living ranks, copy the most advanced rank's state to all, and return the group.
-
-    Called by every survivor after a CommError, and by a new rank that joins, with group None. Survivors may be one step
-    apart: some have made the update of the aborted step, others not. rendezvous: closes the connections of the given
-    group, so that a rank which still waits for this one gets a CommError too; waits until all living ranks have called
-    it; returns a group of them.
-    """
-    raise NotImplementedError("form the new group, and give all ranks the state of the most advanced")
-
-
-def train(
-    run: Run, disk: Disk, rendezvous: Callable[[Group | None], Group], steps: int, save_every: int, join: bool = False
-) -> Group:
-    """Collective: train until `steps` steps are complete, whatever ranks die meanwhile; return the last group.
-
-    disk, rendezvous: as for `save` and `recover`. save_every: steps between two checkpoints, after which new ranks are
-    admitted. join: whether this rank joins a run of other ranks; if not, it resumes the run on `disk`, or begins one.
-    """
-    raise NotImplementedError("train until `steps` steps are complete, whatever ranks die")
+    raise NotImplementedError("give the ranks without a valid training state that of healthy replicas")

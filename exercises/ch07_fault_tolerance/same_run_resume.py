@@ -1,66 +1,86 @@
 """The resumed run is the same run.
 
 A resumed run must take the same steps as a run that was never interrupted, bit by bit. Collect everything that decides
-the next step, as tensors and as a JSON object, and continue from the newest checkpoint that is intact.
+the next step, as shards of tensors and as a JSON object, and continue from the newest checkpoint that is intact.
 
-run: a Run (minidist/fault/simple/run.py); model, optimizer, scaler, step, position and seed belong to its state. A
-parameter's optimizer states are run.optimizer.state[parameter], a dict like {"step": scalar tensor, "exp_avg": tensor},
-empty before the first step. Example: a model with one parameter "w" of shape (3,) and AdamW, after 5 steps of 4
-samples: run_shards has params/w, optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, each one full
-box; run_state is {"step": 5, "position": 20, "seed": 1, "scaler": None}, or with the scaler's state_dict().
+engine: of a trainer. engine.reducer.masters is {name: tensor}, what the optimizer updates on this rank: its shard of
+each parameter. engine.parallel.master_specs and .specs are {name: ParamSpec}, of the masters, and of all parameters and
+buffers. engine.optimizer.state[master] is {key: tensor}, empty before the first step; engine.model has the parameters,
+of which some may be frozen, and the buffers; this rank's number is engine.groups.world.rank; engine.merger is None,
+unless replicas train separately. trainer: has an engine, and what `json_state` needs: progress (`Progress`), mesh,
+config, config_text and corpus. engine.scaler, None without loss scaling, has
+state_dict() and load_state_dict(state). paths: folders of checkpoints, newest first.
 
-Checked: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
-with dropout, a loss scale that changes and buffers that change, one of them registered with persistent=False; a resumed
-run with another batch size; that the state is JSON; and damaged checkpoints, for which the newest intact checkpoint
-before them is used.
+Example: one rank, a parameter "w" of shape (3,) and AdamW. After 5 steps of 4 samples state_shards has params/w,
+optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, and json_state is
+    {"config": trainer.config_text, "step": 5, "position": 20, "corpus": trainer.corpus.fingerprint,
+     "corpus_name": trainer.corpus.describe(), "replicas": trainer.config.num_replicas(trainer.mesh),
+     "loss_scaler": None, or its state_dict()}
+
+Checked: names, boxes, memory and is_saved_here of all shards, with ZeRO's shards, frozen parameters and buffers, one of
+them registered with persistent=False; the bits of all losses and tensors after further steps, on 1 to 3 ranks, for
+AdamW, SGD with momentum and SGD without, with dropout and with fp16; another layout and another batch size; that the
+state is JSON; damaged checkpoints, each with a note, trainer.notify("on_note", text), and the next one tried, and
+DamagedError if the last one is damaged; and a checkpoint of another text or model, which must raise UserError. After
+an error the progress and the parameters are as they were.
 
 You may call:
-    read_index(disk, folder) -> dict, load(disk, folder, shards, group) -> state   raise on damage; load on all ranks
-    create_optimizer_states(run, {name: (shape, dtype name)})   zeros for all optimizer states among the names
-    run_on_all_ranks(gather, action), bind_all_gather_object(group), all_gather_object(value, group) -> list
-    TensorShard(name, shape, box, tensor, is_saved_here), Box.whole(shape)
-    disk.names(), disk.rename(old, new), complete_checkpoints(disk) -> list, ErrorOnAnyRank.found_damage, warnings.warn
+    make_shards(kind, spec, tensor, rank) -> list   of the Shards `kind/NAME` of a tensor or of one number
+    named_tensors(model) -> {name: tensor}   all parameters and buffers; isinstance(tensor, nn.Parameter)
+    separate_replica_shards(engine, own, shared) -> list   if engine.merger is not None; own: masters and their states
+    on_all_ranks(action, group) -> list, read_index(folder) -> dict, load(folder, shards, group) -> dict, the index
+    require_same_run(trainer, path, state)   raises UserError; trainer.control   the group of all ranks
+    create_optimizer_states(engine, index["tensors"])   zeros for all optimizer states of a checkpoint
+    engine.reducer.update_parameters()   collective: masters to the model's parameters; Progress(step, samples)
 
 Check it with: python -m exercises check same_run_resume
 
-Stub fd1ee32a.
+Stub 85a12c95.
 """
 
-import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from minidist.comm import Group, all_gather_object, bind_all_gather_object
-from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
-from minidist.fault.disk import Disk
-from minidist.fault.shards import TensorShard
-from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
-from minidist.fault.simple.run import Run, create_optimizer_states
-from minidist.parameters import Box
+from torch import nn
+
+from minidist.errors import DamagedError
+from minidist.simple.checkpoint import Shard, load, on_all_ranks, read_index
+from minidist.simple.engine import Engine
+from minidist.simple.parallelize import named_tensors
+from minidist.simple.trainer import Trainer
+from minidist.simple.training_state import (
+    Progress,
+    create_optimizer_states,
+    make_shards,
+    require_same_run,
+    separate_replica_shards,
+)
 
 
-def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
-    """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
+def state_shards(engine: Engine) -> list[Shard]:
+    """Return this rank's shards of all tensors that the next steps depend on; loading fills these very tensors.
 
-    The buffers include non-persistent ones, which `state_dict` leaves out: the next step may depend on them. The names
-    of the tensors are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
-    is_saved_here: whether this rank saves them.
+    `params/NAME`: masters and frozen parameters. `buffers/NAME`: also non-persistent ones. `optimizer.KEY/NAME`, like
+    `optimizer.exp_avg/model.norm.weight`: the optimizer's states, none before its first step. NAME: in the full model.
     """
-    raise NotImplementedError("return all tensors that the next steps depend on")
+    raise NotImplementedError("return the shards of all tensors that the next steps depend on")
 
 
-def run_state(run: Run) -> dict:
-    """Return a run's state outside of its tensors, as a JSON object: step, position, seed and loss scale."""
+def json_state(trainer: "Trainer") -> dict[str, Any]:
+    """Return all that the next steps depend on and that is no tensor, as a JSON object; and what the run is."""
     raise NotImplementedError("return everything else that the next steps depend on")
 
 
-def set_run_state(run: Run, state: dict) -> None:
-    """Set a run's step, position, seed and loss scale to those that `run_state` returned."""
-    raise NotImplementedError("set what run_state returned")
+def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
+    """Set the trainer's progress and loss scale to those that `json_state` returned."""
+    raise NotImplementedError("set what json_state returned")
 
 
-def resume(run: Run, disk: Disk, group: Group) -> bool:
-    """Collective: load the newest intact checkpoint into the run; return whether there was one.
+def resume(trainer: "Trainer", paths: Sequence[Path]) -> Path | None:
+    """Collective: load the first intact checkpoint of `paths`; return its path, None if there is no path at all.
 
-    Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
-    damaged checkpoint is renamed to `.damaged`, and the one before it is tried.
+    Any layout, and either engine, may have saved it. The observers get a note about each damaged one. Raises
+    DamagedError on all ranks if the last one is damaged, too, and UserError if one is of another run.
     """
-    raise NotImplementedError("load the newest intact checkpoint and set everything that decides the next step")
+    raise NotImplementedError("load the first intact checkpoint and set everything that decides the next step")

@@ -17,7 +17,7 @@ You may call:
 
 Check it with: python -m exercises check save_interval
 
-Stub d32d0103.
+Stub d66048a2.
 """
 
 import math
@@ -34,9 +34,6 @@ def expected_time_s(interval_s: float, mtbf_s: float, save_s: float, restart_s: 
 
 
 def best_interval_s(mtbf_s: float, save_s: float, restart_s: float = 0.0) -> float:
-    """Return the seconds of work between two saves that minimise the expected time per second of work.
-
-    The arguments are those of `expected_time_s`.
-    """
+    """Return the `interval_s`, in seconds, with the least `expected_time_s` per second of work."""
     # The cost has one minimum, between 0 and mtbf_s. A ternary search: it is not beyond the worse one of two points.
     raise NotImplementedError("return the interval with the least expected time per second of work")

@@ -4,12 +4,20 @@ import json
 
 import torch
 
-from exercises.recorded_disk import RecordedDisk, checkpoint_files, crash_states, describe_checkpoint, merge_changes
+from exercises.recorded_disk import (
+    INDEX,
+    RecordedDisk,
+    checkpoint_files,
+    crash_states,
+    describe_checkpoint,
+    merge_changes,
+    recorded_files,
+)
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
-from minidist.fault.agree import ErrorOnAnyRank
-from minidist.fault.shards import TensorShard
+from minidist.errors import RunError
 from minidist.parameters import Box
+from minidist.simple.checkpoint import Shard
 
 OLD, NEW = "step-00000003", "step-00000007"
 TENSORS = {
@@ -28,21 +36,21 @@ def shards_of(rank, size, saving=None):
     shards, saving = [], saving or size
     if rank >= saving:
         whole = Box.whole((7, 5))
-        return [TensorShard("params/w", (7, 5), whole, TENSORS["params/w"].clone(), is_saved_here=False)]
+        return [Shard("params/w", (7, 5), whole, TENSORS["params/w"].clone(), is_saved_here=False)]
     size = saving
     for name, tensor in TENSORS.items():
         if not tensor.dim():
-            shards.append(TensorShard(name, (), Box((), ()), tensor.clone(), rank == size - 1))
+            shards.append(Shard(name, (), Box((), ()), tensor.clone(), rank == size - 1))
             continue
         axis = tensor.dim() - 1
         cuts = [tensor.shape[axis] * i // size for i in range(size + 1)]
         start, stop = [0] * tensor.dim(), list(tensor.shape)
         start[axis], stop[axis] = cuts[rank], cuts[rank + 1]
         box = Box(tuple(start), tuple(stop))
-        shards.append(TensorShard(name, tuple(tensor.shape), box, tensor[box.slices]))
+        shards.append(Shard(name, tuple(tensor.shape), box, tensor[box.slices], is_saved_here=True))
         if rank == size - 1:
             whole = Box.whole(tuple(tensor.shape))
-            shards.append(TensorShard(name, tuple(tensor.shape), whole, -tensor, is_saved_here=False))
+            shards.append(Shard(name, tuple(tensor.shape), whole, -tensor, is_saved_here=False))
     return shards
 
 
@@ -70,10 +78,11 @@ def record(answer, world, group, name, files=EARLIER, failing=(), saving=None, k
     """Save on all ranks of the group: what was returned or raised, and the changes of their disks in one order."""
     disk = kind(files, Clock(world, f"{name} {group.ranks}"), failing)
     state = {"step": 7, "rank": group.rank}
-    try:
-        got = answer.save(disk, 7, shards_of(group.rank, group.size, saving), state, group)
-    except ErrorOnAnyRank:
-        got = ErrorOnAnyRank
+    with recorded_files(answer):
+        try:
+            got = str(answer.save(disk.root, 7, shards_of(group.rank, group.size, saving), state, group))
+        except RunError as error:
+            got = type(error)
     return got, merge_changes(all_gather_object(disk.changes, group))
 
 
@@ -92,10 +101,11 @@ def saves_every_element_once(answer, world, network):
         cases.append((f"a group of the ranks {network.divided_group.ranks} of 4", network.divided_group, None))
     for case, group, saving in cases:
         got, changes = record(answer, world, group, case, saving=saving)
-        expect("the name of the folder", got, NEW, case=case)
+        expect("the folder that save returns", got, f"/recorded/{NEW}", case=case)
         [(_, files, folders), *_] = crash_states(EARLIER, changes)
         expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole", case=case)
-        index = json.loads(files[f"{NEW}/index.json"].split(b"\n", 1)[1])
+        index = json.loads(files[f"{NEW}/{INDEX}"])
+        expect("the step in the index", index["step"], 7, case=case)
         expect("the state in the index", index["state"], {"step": 7, "rank": 0}, case=case)
         shapes = {name: entry["shape"] for name, entry in index["tensors"].items()}
         expect("the global shapes", shapes, {name: list(tensor.shape) for name, tensor in TENSORS.items()}, case=case)
@@ -134,32 +144,32 @@ def on_disk_when_it_returns(answer, world, network):
 
 @test(points=4, ranks=(2, 3))
 def full_disk_on_one_rank(answer, world, network):
-    """If one rank cannot write or sync its file, all ranks raise ErrorOnAnyRank, and no checkpoint appears."""
+    """If one rank cannot write or sync its file, all ranks raise RunError, and no checkpoint appears."""
     for rank in range(world.size):
         for operation in ("write", "sync"):
             failing = [(operation, ".safetensors")] if world.rank == rank else []
             got, changes = record(answer, world, network.group, f"full {operation} {rank}", failing=failing)
             case = f"the {operation} of rank {rank}'s file raises OSError"
-            expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
+            expect("what save does on this rank", got, RunError, case=case)
             renamed = [arguments for name, arguments in changes if name == "rename" and arguments[1] == NEW]
             expect(f"renames to {NEW}", renamed, [], case=case)
 
 
 @test(points=2, ranks=(1, 3))
 def no_index_no_checkpoint(answer, world, network):
-    """If rank 0 cannot write or sync the index, all ranks raise ErrorOnAnyRank, and no checkpoint appears.
+    """If rank 0 cannot write or sync the index, all ranks raise RunError, and no checkpoint appears.
 
     If only the last sync of the root fails, all ranks raise, too; the checkpoint is whole or absent.
     """
     for operation in ("write", "sync"):
-        failing = [(operation, "index.json")] if world.rank == 0 else []
+        failing = [(operation, INDEX)] if world.rank == 0 else []
         got, changes = record(answer, world, network.group, f"index {operation}", failing=failing)
-        case = f"the {operation} of index.json raises OSError on rank 0"
-        expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
+        case = f"the {operation} of {INDEX} raises OSError on rank 0"
+        expect("what save does on this rank", got, RunError, case=case)
         expect("renames", [arguments for name, arguments in changes if name == "rename"], [], case=case)
     got, changes = record(answer, world, network.group, "root", kind=DiskWithBrokenRoot)
     case = 'the sync of the root, "", raises OSError'
-    expect("what save does on this rank", got, ErrorOnAnyRank, case=case)
+    expect("what save does on this rank", got, RunError, case=case)
     for lost, files, folders in crash_states(EARLIER, changes):
         found = describe_checkpoint(files, folders, NEW, TENSORS)
         if found not in ("whole", "absent"):
@@ -169,12 +179,30 @@ def no_index_no_checkpoint(answer, world, network):
 @test(points=2, ranks=(1, 2))
 def earlier_attempt_leaves_nothing(answer, world, network):
     """Files that an earlier attempt left in the partial folder are not in the checkpoint."""
-    left = {f"{NEW}.partial/rank-00009.safetensors": b"old", f"{NEW}.partial/index.json": b"old"}
+    left = {f"{NEW}.partial/rank-00009.safetensors": b"old", f"{NEW}.partial/{INDEX}": b"old"}
     got, changes = record(answer, world, network.group, "left", files=EARLIER | left)
-    expect("the name of the folder", got, NEW)
+    expect("the folder that save returns", got, f"/recorded/{NEW}")
     [(_, files, _), *_] = crash_states(EARLIER | left, changes)
     expect("the checkpoint", describe_checkpoint(files, set(), NEW, TENSORS), "whole")
     expect("files of the earlier attempt", [name for name, data in files.items() if data == b"old"], [])
     removed = [arguments[0] for name, arguments in changes if name == "remove"]
     case = "two ranks that remove one folder disturb each other"
     expect("the folders that are removed, by all ranks together", removed, [f"{NEW}.partial"], case=case)
+
+
+@test(points=2, ranks=(1, 2))
+def same_step_again(answer, world, network):
+    """A step that was saved before is saved again: its folder holds the new values, whenever the machine crashes."""
+    old = {"params/w": torch.zeros(7, 5), "params/b": torch.ones(11).double(), "optimizer.step/w": torch.tensor(6.0)}
+    boxes = {name: [(0, (0,) * tensor.dim(), tuple(tensor.shape))] for name, tensor in old.items()}
+    before = EARLIER | checkpoint_files(NEW, old, boxes, {"step": 7})
+    got, changes = record(answer, world, network.group, "again", files=before)
+    expect("the folder that save returns", got, f"/recorded/{NEW}")
+    [(_, files, folders), *_] = crash_states(before, changes)
+    expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole")
+    for count in range(len(changes) + 1):
+        for lost, files, folders in crash_states(before, changes[:count]):
+            found = describe_checkpoint(files, folders, NEW, TENSORS)
+            if found not in ("whole", "absent") and describe_checkpoint(files, folders, NEW, old) != "whole":
+                case = f"a crash after: {last_change(changes, count)}; {lost}"
+                raise Wrong("wrong", "a folder that looks like a checkpoint", "whole or absent", found, case=case)

@@ -1,5 +1,7 @@
 """Tests of replica_digest: the test changes one bit on a rank, and knows where."""
 
+import hashlib
+
 import torch
 from torch import nn
 
@@ -25,6 +27,12 @@ def replica():
 
 
 def differing(answer, network, tensors):
+    """The result for tensors that all ranks must have."""
+    everyone = network.group.ranks
+    return differing_in_sets(answer, network, {name: (tensor, everyone) for name, tensor in tensors.items()})
+
+
+def differing_in_sets(answer, network, tensors):
     found = answer.differing_replicas(tensors, network.group)
     if not isinstance(found, dict):
         raise Wrong("type", "the result has the wrong type", "a dict {name: list of ranks}", repr(found)[:80])
@@ -34,6 +42,18 @@ def differing(answer, network, tensors):
 def named(size, ranks):
     """The ranks that can be blamed when `ranks`, all with one other value, differ from the rest."""
     return sorted(ranks) if 2 * len(ranks) < size else list(range(size)) if 2 * len(ranks) == size else None
+
+
+@test(points=3)
+def digest_of_the_bits(answer, world, network):
+    """A digest is the first 8 bytes of the SHA-256 of the elements' bytes, in row-major order, of any dtype."""
+    for name, tensor in replica().items():
+        elements = tensor.detach().flatten().tolist()
+        content = b"".join(torch.tensor([x], dtype=tensor.dtype).view(torch.uint8).numpy().tobytes() for x in elements)
+        got, before = answer.tensor_digest(tensor), tensor.detach().clone()
+        case = f"{name}: {tensor.dtype}, shape {tuple(tensor.shape)}"
+        expect("tensor_digest", got, hashlib.sha256(content).digest()[:8], case=case)
+        expect("the tensor afterwards", tensor.detach(), before, case=case)
 
 
 @test(points=2, ranks=(1, 2, 3))
@@ -117,19 +137,52 @@ def several_differences(answer, world, network):
     expect("the result on each rank", everywhere, [wanted] * world.size)
 
 
-@test(points=2, ranks=(2,))
-def eight_bytes_per_tensor(answer, world, network):
-    """One all-gather of 8 bytes per tensor and rank, whatever the sizes of the tensors."""
-    for count, numel in ((1, 3), (5, 1000)):
+@test(points=3, ranks=(4,))
+def sets_of_replicas(answer, world, network):
+    """Only ranks that must have the same bits are compared, and a rank without its tensor differs."""
+    rank, everyone = world.rank, (0, 1, 2, 3)
+    pairs, halves = (0, 2) if rank % 2 == 0 else (1, 3), (0, 1) if rank < 2 else (2, 3)
+    three = (0, 1, 3)
+    tensors = {
+        "own": (torch.tensor(rank), (rank,)),
+        "pairs": (torch.ones(2) * (rank % 2), pairs),
+        "one half": (torch.ones(3) * (rank == 3), halves),
+        "both pairs": (torch.ones(3) * (rank < 2), pairs),
+        "all": (torch.arange(3) * (1 if rank != 2 else 2), everyone),
+    }
+    if rank in three:
+        tensors["three"] = torch.ones(2) * (rank == 3), three
+    if rank != 1:
+        tensors["missing"] = torch.zeros(0), everyone
+    wanted = {"all": [2], "both pairs": [0, 1, 2, 3], "missing": [1], "one half": [2, 3], "three": [3]}
+    expect("the result", differing_in_sets(answer, network, tensors), wanted)
+    group = network.divided_group
+    tensors = {"value": (torch.ones(2) * rank, group.ranks), "equal": (torch.ones(2), group.ranks)}
+    got, case = answer.differing_replicas(tensors, group), f"a group of the global ranks {group.ranks}"
+    expect("the result", got, {"value": list(group.ranks)}, case=case)
+
+
+@test(points=2, ranks=(2, 3))
+def few_bytes(answer, world, network):
+    """What is sent does not grow with the sizes of the tensors, and the number of collectives not with their number."""
+    sent = {}
+    for count, numel in ((1, 3), (1, 30_000), (12, 3)):
         before = len(network.records)
         differing(answer, network, {str(i): torch.full((numel,), float(i)) for i in range(count)})
-        sent = [(record.name, record.payload_bytes) for record in network.records[before:]]
-        case = f"{count} tensors of {numel} elements"
-        expect("what is sent: (operation, bytes)", sent, [("all_gather", 8 * count * world.size)], case=case)
+        records = network.records[before:]
+        sent[count, numel] = len(records), sum(record.payload_bytes for record in records)
+    difference = sent[1, 30_000][1] - sent[1, 3][1]
+    expect("the bytes that 30,000 elements send more than 3 elements", difference, 0, tolerance=64)
+    expect("the number of collectives for 12 tensors", sent[12, 3][0], sent[1, 3][0])
+    most = 200 * 12 * world.size
+    if sent[12, 3][1] - sent[1, 3][1] > most:
+        raise Wrong("wrong", "bytes for 11 more tensors", f"at most {most}", str(sent[12, 3][1] - sent[1, 3][1]))
 
 
 def digests_of_two(answer, group, value, equal):
-    return answer.differing_replicas({"value": value, "equal": equal}, group)
+    ranks = group.ranks
+    found = answer.differing_replicas({"value": (value, ranks), "equal": (equal, ranks)}, group)
+    return {name: [ranks.index(rank) for rank in differing] for name, differing in found.items()}
 
 
 def found_by_bytes(ranks, rank):
@@ -144,7 +197,7 @@ DECLARATION = Declaration(
     reference=found_by_bytes,
     replicas=True,
     wire=False,
-    max_bytes=lambda ranks: 16 * len(ranks) * (len(ranks) - 1),
+    max_bytes=lambda ranks: 1000 * len(ranks) * (len(ranks) - 1),
 )
 
 

@@ -1,14 +1,19 @@
 """Tests of resharding_load: the test writes checkpoints itself, and knows each element of every global tensor."""
 
+import contextlib
+import tempfile
+from pathlib import Path
+from unittest import mock
+
 import torch
 from torch import nn
 
-from exercises.recorded_disk import RecordedDisk, checkpoint_files
+from exercises.recorded_disk import INDEX, checkpoint_files
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
-from minidist.fault.agree import ErrorOnAnyRank
-from minidist.fault.shards import TensorShard
+from minidist.errors import DamagedError, UserError
 from minidist.parameters import Box
+from minidist.simple.checkpoint import Shard
 
 FOLDER = "step-00000007"
 TENSORS = {
@@ -69,16 +74,27 @@ def shards_of(rank, size, fill=None, along_last=True):
         box = Box(start, stop)
         is_saved_here = rank == 0 or tensor.dim() > 0
         empty = torch.full(box.shape, -5, dtype=tensor.dtype)
-        shards.append(TensorShard(name, tuple(tensor.shape), box, empty, is_saved_here))
+        shards.append(Shard(name, tuple(tensor.shape), box, empty, is_saved_here))
     return shards
 
 
-def disk_with(layout, spoil=None):
+@contextlib.contextmanager
+def saved(files):
+    """A folder with these files, of this rank alone, so that it can be deleted at any time."""
+    with tempfile.TemporaryDirectory() as root:
+        (Path(root) / FOLDER).mkdir()
+        for name, data in files.items():
+            (Path(root) / name).write_bytes(data)
+        yield Path(root) / FOLDER
+
+
+def files_of(layout, spoil=None):
+    """The files of a checkpoint. spoil: the end of the names of those in which one bit is wrong."""
     files = checkpoint_files(FOLDER, TENSORS, layouts()[layout], STATE)
     for name in files:
         if spoil and name.endswith(spoil):
             files[name] = files[name][:-1] + bytes([files[name][-1] ^ 1])
-    return RecordedDisk(files)
+    return files
 
 
 def expect_filled(shards, case):
@@ -89,18 +105,21 @@ def expect_filled(shards, case):
         )
 
 
-def expect_refused(answer, network, disk, shards, case):
-    """Loading must raise ErrorOnAnyRank on this rank, and leave every tensor full of -5; returns the error."""
+def expect_refused(answer, network, files, shards, kind, case):
+    """Loading must raise `kind` on this rank, and leave every tensor full of -5; returns the error."""
     try:
-        answer.load(disk, FOLDER, shards, network.group)
-    except ErrorOnAnyRank as error:
+        with saved(files) as folder:
+            answer.load(folder, shards, network.group)
+    except UserError as error:
+        if isinstance(error, DamagedError) != (kind is DamagedError):
+            raise Wrong("wrong", "the error of load", kind.__name__, type(error).__name__, case=case) from None
         for shard in shards:
             if not (shard.tensor == -5).all():
                 raise Wrong(
                     "wrong", f"{shard.name} must not change on any rank", "-5 everywhere", "", case=case
                 ) from None
         return error
-    raise Wrong("wrong", "load must raise ErrorOnAnyRank on all ranks", "ErrorOnAnyRank", "it returned", case=case)
+    raise Wrong("wrong", f"load must raise {kind.__name__} on all ranks", kind.__name__, "it returned", case=case)
 
 
 @test(points=6, ranks=(1, 2, 3, 4))
@@ -109,10 +128,11 @@ def any_layout_into_any_other(answer, world, network):
     for layout in layouts():
         for along_last in (True, False):
             shards = shards_of(world.rank, world.size, along_last=along_last)
-            state = answer.load(disk_with(layout), FOLDER, shards, network.group)
+            with saved(files_of(layout)) as folder:
+                index = answer.load(folder, shards, network.group)
             case = f"saved by {layout}; loaded by {world.size} along the {'last' if along_last else 'first'} axis"
             expect_filled(shards, case)
-            expect("the state", state, STATE, case=case)
+            expect("the state in the index", index["state"], STATE, case=case)
 
 
 @test(points=2, ranks=(1, 2))
@@ -122,10 +142,11 @@ def fills_the_given_memory(answer, world, network):
     parameter = nn.Parameter(torch.zeros(11, dtype=torch.float64))
     memory = parameter.detach()
     shards = [
-        TensorShard("params/w", (7, 5), Box((1, 2), (6, 5)), flat[1:6, 3:6]),
-        TensorShard("params/b", (11,), Box((0,), (11,)), parameter),
+        Shard("params/w", (7, 5), Box((1, 2), (6, 5)), flat[1:6, 3:6], True),
+        Shard("params/b", (11,), Box((0,), (11,)), parameter, True),
     ]
-    answer.load(disk_with("3 ranks, along the first axis"), FOLDER, shards, network.group)
+    with saved(files_of("3 ranks, along the first axis")) as folder:
+        answer.load(folder, shards, network.group)
     expect_filled(shards, "a parameter, and columns 3 to 6 of a larger tensor")
     expect("the parameter's own memory", memory, TENSORS["params/b"])
     case = "a shard whose tensor is a view of a larger one"
@@ -137,60 +158,83 @@ def fills_the_given_memory(answer, world, network):
 @test(points=3, ranks=(2, 3))
 def reads_what_it_needs(answer, world, network):
     """A rank reads no file that holds none of its elements."""
-    disk = disk_with("3 ranks, along the first axis")
     row = 6 if world.rank == 0 else 0
-    shard = TensorShard("params/w", (7, 5), Box((row, 0), (row + 1, 5)), torch.full((1, 5), -5.0))
-    halves = [
-        TensorShard("params/w", (7, 5), Box((row, a), (row + 1, b)), torch.full((1, b - a), -5.0))
-        for a, b in ((0, 2), (2, 5))
+    places = (0, 5), (0, 2), (2, 5)
+    shards = [
+        Shard("params/w", (7, 5), Box((row, a), (row + 1, b)), torch.full((1, b - a), -5.0), True) for a, b in places
     ]
-    answer.load(disk, FOLDER, [shard, *halves], network.group)
-    file = f"{FOLDER}/rank-0000{2 if row else 0}.safetensors"
-    read = sorted({name for name in disk.reads if name.endswith(".safetensors")})
-    expect("the files that are read", read, [file], case=f"three shards in row {row} of 7; three ranks have saved rows")
+    files = files_of("3 ranks, along the first axis")
+    files[f"{FOLDER}/rank-00001.safetensors"] = b"not a file of tensors"
+    case = (
+        f"three shards in row {row} of 7; three ranks have saved rows, and the file of rank 1, rows 2 and 3, is damaged"
+    )
+    with saved(files) as folder:
+        try:
+            answer.load(folder, shards, network.group)
+        except UserError as error:
+            raise Wrong("wrong", "load must not read that file", "no error", str(error)[:80], case=case) from None
+    expect_filled(shards, case)
+    if world.size == 2:
+        read = count_reads(answer, network, shards)
+        expect("how often this rank reads its file of tensors", read, 1, case="three shards of one row")
+
+
+def count_reads(answer, network, shards):
+    """How often the package's `read_tensors`, or a file of tensors itself, is read in one load."""
+    read, original = [], Path.read_bytes
+
+    def read_bytes(path):
+        read.append(path.name)
+        return original(path)
+
+    files = files_of("3 ranks, along the first axis")
+    with saved(files) as folder, mock.patch.object(Path, "read_bytes", read_bytes):
+        answer.load(folder, shards, network.group)
+    return sum(name.endswith(".safetensors") for name in read)
 
 
 @test(points=5, ranks=(1, 2, 3))
 def damage_touches_no_tensor(answer, world, network):
     """A flipped bit in any file, needed by one rank only, is found by all, before any tensor changes."""
-    for spoil in ("index.json", "rank-00000.safetensors", "rank-00002.safetensors"):
+    for spoil in (INDEX, "rank-00000.safetensors", "rank-00002.safetensors"):
         shards = shards_of(world.rank, world.size, along_last=False)
-        disk = disk_with("3 ranks, along the first axis", spoil)
-        error = expect_refused(answer, network, disk, shards, f"{spoil} has a flipped bit")
-        found = all_gather_object(error.found_damage, network.group)
-        expect("found_damage of the error on each rank", found, [True] * world.size, case=f"{spoil} has a flipped bit")
-    disk = disk_with("3 ranks, along the first axis")
-    del disk.files[f"{FOLDER}/rank-00001.safetensors"]
-    expect_refused(answer, network, disk, shards_of(world.rank, world.size), "rank-00001.safetensors is missing")
+        files, case = files_of("3 ranks, along the first axis", spoil), f"{spoil} has a wrong byte"
+        error = expect_refused(answer, network, files, shards, DamagedError, case)
+        expect("whether the error names the file", spoil in str(error), True, case=case)
+    files = files_of("3 ranks, along the first axis")
+    del files[f"{FOLDER}/rank-00001.safetensors"]
+    shards, case = shards_of(world.rank, world.size), "rank-00001.safetensors is missing"
+    expect_refused(answer, network, files, shards, DamagedError, case)
 
 
 @test(points=4, ranks=(2,))
 def what_does_not_fit_is_refused(answer, world, network):
     """A tensor of another shape or dtype, one that was not saved, and missing elements: all ranks raise, none loads."""
     wrong = {
-        "another shape": TensorShard("params/b", (12,), Box((0,), (5,)), torch.full((5,), -5.0).double()),
-        "the transposed shape": TensorShard("params/w", (5, 7), Box((0, 0), (2, 5)), torch.full((2, 5), -5.0)),
-        "another dtype": TensorShard("params/b", (11,), Box((0,), (5,)), torch.full((5,), -5.0)),
-        "a tensor that was not saved": TensorShard("params/c", (11,), Box((0,), (5,)), torch.full((5,), -5.0)),
+        "another shape": Shard("params/b", (12,), Box((0,), (5,)), torch.full((5,), -5.0).double(), True),
+        "the transposed shape": Shard("params/w", (5, 7), Box((0, 0), (2, 5)), torch.full((2, 5), -5.0), True),
+        "another dtype": Shard("params/b", (11,), Box((0,), (5,)), torch.full((5,), -5.0), True),
+        "a tensor that was not saved": Shard("params/c", (11,), Box((0,), (5,)), torch.full((5,), -5.0), True),
     }
     for case, shard in wrong.items():
         shards = shards_of(world.rank, world.size) + ([shard] if world.rank == 1 else [])
-        error = expect_refused(answer, network, disk_with("2 ranks, along the first axis"), shards, f"rank 1: {case}")
-        expect("found_damage of the error", error.found_damage, False, case=case)
+        files, case = files_of("2 ranks, along the first axis"), f"rank 1: {case}"
+        error = expect_refused(answer, network, files, shards, UserError, case)
         expect("whether the error names the tensor", shard.name in str(error), True, case=case)
     boxes = layouts()["3 ranks, along the first axis"]
     boxes["params/b"] = [box for box in boxes["params/b"] if box[0] != 1]
-    disk = RecordedDisk(checkpoint_files(FOLDER, TENSORS, boxes, STATE))
-    shards = shards_of(world.rank, world.size)
-    error = expect_refused(answer, network, disk, shards, "the elements 3 to 7 of params/b were not saved")
-    expect("whether the error names the tensor", "params/b" in str(error), True, case="missing elements of params/b")
+    files, shards = checkpoint_files(FOLDER, TENSORS, boxes, STATE), shards_of(world.rank, world.size)
+    case = "the elements 3 to 7 of params/b were not saved"
+    error = expect_refused(answer, network, files, shards, DamagedError, case)
+    expect("whether the error names the tensor", "params/b" in str(error), True, case=case)
 
 
 @test(points=2, ranks=(3,))
 def a_rank_may_need_nothing(answer, world, network):
     """A rank without shards takes part, and returns the state."""
     shards = shards_of(world.rank, world.size) if world.rank == 1 else []
-    state = answer.load(disk_with("2 ranks, along the first axis"), FOLDER, shards, network.group)
-    expect("the state", state, STATE)
+    with saved(files_of("2 ranks, along the first axis")) as folder:
+        index = answer.load(folder, shards, network.group)
+    expect("the state in the index", index["state"], STATE)
     if world.rank == 1:
         expect_filled(shards, "rank 1 alone has shards")

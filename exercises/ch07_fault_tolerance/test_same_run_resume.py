@@ -1,229 +1,235 @@
 """Tests of same_run_resume: a run that is stopped, saved and resumed, beside the same run without a stop."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from exercises.recorded_disk import RecordedDisk
+from exercises.small_trainer import expect_same_state, make_trainer, shared_folder, tensors_of
 from exercises.testing import Wrong, expect, test
-from minidist.comm import all_gather_object
-from minidist.config import PrecisionConfig
-from minidist.fault.agree import ErrorOnAnyRank
-from minidist.fault.simple.agreement import train_step
-from minidist.fault.simple.checkpoint import save as save_checkpoint
-from minidist.fault.simple.run import Run
-from minidist.precision.scaler import LossScaler
+from minidist.comm import barrier
+from minidist.errors import DamagedError, UserError
+from minidist.parameters import Box, ParamSpec
+from minidist.simple import checkpoint
 
-SAMPLES = 10
 OPTIMIZERS = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5, foreach=False),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+    "AdamW": ({"optim__kind": "adamw"}, lambda parameters: torch.optim.AdamW(parameters, foreach=False)),
+    "SGD with momentum": (
+        {"optim__kind": "sgd", "optim__momentum": 0.5},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5, foreach=False),
+    ),
+    "SGD": (
+        {"optim__kind": "sgd", "optim__momentum": 0.0},
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+    ),
 }
+FP16 = {"precision__policy": "fp16", "precision__growth_interval": 3, "precision__initial_scale": 64.0}
 
 
 class Model(nn.Module):
-    """A layer with dropout, and two buffers that every step changes; one of them is not persistent."""
+    """Two parameters that are trained, one that is frozen, and two buffers, one of which is not persistent."""
 
-    def __init__(self, start):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3) / 8 + start)
-        self.bias = nn.Parameter(torch.full((2,), start))
-        self.register_buffer("average", torch.tensor(start))
-        self.register_buffer("offset", torch.tensor(start), persistent=False)
-
-    def forward(self, values):
-        return nn.functional.dropout(values @ self.weight.T + self.bias + self.offset / 8, 0.5)
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        self.bias = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.register_buffer("average", torch.tensor([1.5]))
+        self.register_buffer("offset", torch.tensor([2.5]), persistent=False)
 
 
-def make_run(start, optimizer="AdamW", scaled=False, seed=5, seen=None):
-    """A run whose parameters and buffers start at `start`; the samples it uses are appended to `seen`."""
-    model = Model(start)
-
-    def sample_loss(sample):
-        if seen is not None:
-            seen.append(sample)
-        return (model(torch.tensor([1.0, sample / 4, -0.5])) - 0.25).square().sum()
-
-    scaler = LossScaler(PrecisionConfig(initial_scale=4.0, growth_interval=3)) if scaled else None
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return Run(model, made, sample_loss, SAMPLES, 3, lambda step: 0.1 / (1 + step), seed, scaler)
-
-
-def train(run, network, steps):
-    for _ in range(steps):
-        train_step(run, network.group)
-        for buffer in run.model.buffers():
-            buffer.mul_(0.5).add_(1)
-
-
-def everything(run):
-    """All that decides the next step, read by the test itself."""
-    tensors = {name: tensor.detach().clone() for name, tensor in run.model.named_parameters()}
-    tensors |= {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-    for name, parameter in run.model.named_parameters():
-        states = run.optimizer.state.get(parameter, {})
-        tensors |= {f"{key} of {name}": value.clone() for key, value in states.items() if value is not None}
-    return tensors
+def make_engine(optimizer, rank, boxes):
+    """What state_shards reads of an engine. boxes: of this rank's master of the weight, a flat range of it."""
+    model = Model()
+    flat = torch.cat([model.weight.detach()[box.slices].flatten() for box in boxes])
+    masters = {"weight": nn.Parameter(flat.clone()), "bias": nn.Parameter(model.bias.detach().clone())}
+    specs = {
+        name: ParamSpec(name, tuple(tensor.shape), (Box.whole(tuple(tensor.shape)),), (0, 1))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    own = ParamSpec("weight", (2, 3), boxes, (rank,))
+    parallel = SimpleNamespace(specs=specs, master_specs={**specs, "weight": own})
+    return SimpleNamespace(
+        model=model,
+        reducer=SimpleNamespace(masters=masters),
+        optimizer=OPTIMIZERS[optimizer][1](list(masters.values())),
+        parallel=parallel,
+        groups=SimpleNamespace(world=SimpleNamespace(rank=rank)),
+        merger=None,
+    )
 
 
-def save(answer, run, disk, network):
-    state = answer.run_state(run)
-    if json.loads(json.dumps(state)) != state:
-        raise Wrong("type", "run_state must return a JSON object, with keys that are texts", "", repr(state)[:80])
-    save_checkpoint(disk, run.step, answer.run_shards(run, network.group.rank == 0), state, network.group)
-
-
-def shared_disk(world, network, disk):
-    """A disk with the files of all ranks' disks, as if they had one in common."""
-    files = {}
-    for each in reversed(all_gather_object(disk.files, network.group)):
-        files |= each
-    folders = {name.split("/")[0] for name in files if not name.split("/")[0].endswith(".partial")}
-    moved = {}
-    for name, data in files.items():  # only rank 0's disk has seen the rename
-        folder, _, file = name.partition("/")
-        target = folder.removesuffix(".partial")
-        moved[f"{target if target in folders else folder}/{file}"] = data
-    return RecordedDisk(moved)
-
-
-def resumed(answer, world, network, stops, steps, **options):
-    """A run that is saved and resumed after each of `stops` steps, by a new run that started elsewhere."""
-    run = make_run(0.5, **options)
-    for number, stop in enumerate(stops):
-        train(run, network, stop - run.step)
-        disk = RecordedDisk({})
-        save(answer, run, disk, network)
-        run = make_run(9.0 + number, **{**options, "seed": 99})
-        if number % 2:  # its optimizer may have states already
-            train(run, network, 1)
-        if answer.resume(run, shared_disk(world, network, disk), network.group) is not True:
-            raise Wrong("wrong", "resume must return True if there is a checkpoint", "True", "")
-    train(run, network, steps - run.step)
-    return run
-
-
-def expect_same(got, expected, case):
-    for name, tensor in everything(expected).items():
-        expect(f"{name} after the last step", everything(got).get(name), tensor, case=case)
-    for name in ("step", "position", "seed"):
-        expect(f"run.{name}", getattr(got, name), getattr(expected, name), case=case)
-
-
-@test(points=3, ranks=(1,))
+@test(points=5)
 def names_every_tensor(answer, world, network):
-    """run_shards has each parameter, buffer and optimizer state under its name, as a full tensor in place."""
-    run = make_run(0.5)
-    for steps in (0, 2):
-        train(run, network, steps)
-        names = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
-        names |= {"buffers/average": run.model.average, "buffers/offset": run.model.offset}
-        if steps:
-            for name, parameter in run.model.named_parameters():
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    names[f"optimizer.{key}/{name}"] = run.optimizer.state[parameter][key]
-        for is_saved_here in (True, False):
-            shards = answer.run_shards(run, is_saved_here)
-            expect(
-                "the names", sorted(shard.name for shard in shards), sorted(names), case=f"AdamW after {steps} steps"
-            )
-            for shard in shards:
-                full = (shard.box.start, shard.box.stop, shard.is_saved_here)
-                shape = tuple(names[shard.name].shape)
-                expect(f"box and is_saved_here of {shard.name}", full, ((0,) * len(shape), shape, is_saved_here))
-                same = shard.tensor.data_ptr() == names[shard.name].data_ptr()
-                expect(f"whether the tensor of {shard.name} is the run's own", same, True)
+    """state_shards has every tensor under its name, box by box, in place, saved by one of the ranks that have it."""
+    parts = {0: (Box((0, 0), (1, 3)), Box((1, 0), (2, 1))), 1: (Box((1, 1), (2, 3)),)}
+    for optimizer in OPTIMIZERS:
+        for rank, boxes in parts.items():
+            engine = make_engine(optimizer, rank, boxes)
+            for steps in (0, 1):
+                if steps:
+                    for master in engine.reducer.masters.values():
+                        master.grad = torch.ones_like(master)
+                    engine.optimizer.step()
+                expect_shards(answer.state_shards(engine), engine, rank, f"rank {rank}, {optimizer}, {steps} steps")
+
+
+def expect_shards(shards, engine, rank, case):
+    wanted = []
+    for name, master in engine.reducer.masters.items():
+        spec = engine.parallel.master_specs[name]
+        for kind, tensor in {"params": master, **optimizer_states(engine, master)}.items():
+            if tensor.dim():
+                starts = [sum(box.numel for box in spec.boxes[:at]) for at in range(len(spec.boxes))]
+                for box, start in zip(spec.boxes, starts, strict=True):
+                    address = tensor.data_ptr() + start * tensor.element_size()
+                    wanted.append((f"{kind}/{name}", spec.shape, box.start, box.stop, address, spec.owner == rank))
+            else:
+                has_first = spec.owner == rank and not any(spec.boxes[0].start)
+                wanted.append((f"{kind}/{name}", (), (), (), tensor.data_ptr(), has_first))
+    model = engine.model
+    others = {"params/frozen": model.frozen, "buffers/average": model.average, "buffers/offset": model.offset}
+    for name, tensor in others.items():
+        shape = tuple(tensor.shape)
+        owner = engine.parallel.specs[name.partition("/")[2]].owner
+        wanted.append((name, shape, (0,), shape, tensor.data_ptr(), rank == owner))
+    got = [(s.name, tuple(s.shape), s.box.start, s.box.stop, s.tensor.data_ptr(), s.is_saved_here) for s in shards]
+    names = [sorted({each[0] for each in rows}) for rows in (got, wanted)]
+    expect("the names", *names, case=case)
+    for each, other in zip(sorted(got), sorted(wanted), strict=True):
+        expect(f"shape, box, address in memory and is_saved_here of {other[0]}", each[1:], other[1:], case=case)
+
+
+def optimizer_states(engine, master):
+    return {
+        f"optimizer.{key}": value for key, value in engine.optimizer.state.get(master, {}).items() if value is not None
+    }
+
+
+def save(answer, trainer, root):
+    """Save a checkpoint of what the answer collects; returns its folder."""
+    state = answer.json_state(trainer)
+    if json.loads(json.dumps(state)) != state:
+        raise Wrong("type", "json_state must return a JSON object, with keys that are texts", "", repr(state)[:80])
+    shards = answer.state_shards(trainer.engine)
+    return checkpoint.save(root, trainer.progress.step, shards, state, trainer.control)
+
+
+def expect_resumed(answer, trainer, paths, path, case):
+    expect("the path that resume returns", str(answer.resume(trainer, paths)), str(path), case=case)
 
 
 @test(points=7, ranks=(1, 2, 3))
 def steps_go_on_bit_by_bit(answer, world, network):
-    """After two stops every tensor has the bits of the run without a stop, for each optimizer."""
-    for optimizer in OPTIMIZERS if world.size == 1 else ("AdamW",):
-        whole = make_run(0.5, optimizer=optimizer)
-        train(whole, network, 9)
-        got = resumed(answer, world, network, (3, 5), 9, optimizer=optimizer)
-        expect_same(got, whole, f"{optimizer}; stopped after steps 3 and 5, 9 steps in all")
-
-
-@test(points=3, ranks=(1,))
-def every_sample_in_its_turn(answer, world, network):
-    """The resumed run sees the samples that the other run sees, in the same order, also within an epoch."""
-    seen, seen_again = [], []
-    train(make_run(0.5, seen=seen), network, 10)
-    resumed(answer, world, network, (2, 7), 10, seen=seen_again)
-    del seen_again[21:24]  # the step in which the third run got states before it resumed
-    expect("the samples, in order", seen_again, seen, case="stopped after steps 2 and 7; 3 samples per step")
-    run, disk, case = make_run(0.5), RecordedDisk({}), "2 steps of 4 samples, resumed by a run of 3 samples per step"
-    run.batch_size = 4
-    train(run, network, 2)
-    save(answer, run, disk, network)
-    fresh = make_run(9.0)
-    answer.resume(fresh, shared_disk(world, network, disk), network.group)
-    expect("run.position", fresh.position, 8, case=case)
+    """After two stops every tensor and every loss has the bits of the run without a stop, for each optimizer."""
+    with shared_folder(world, network.group) as folder:
+        for optimizer in OPTIMIZERS if world.size == 1 else ("AdamW",):
+            changes = OPTIMIZERS[optimizer][0]
+            whole = make_trainer(world, folder, **changes)
+            losses = [whole.step().loss for _ in range(6)]
+            stopped = make_trainer(world, folder, **changes)
+            for stop in (2, 3, 6):
+                while stopped.progress.step < stop:
+                    step = stopped.progress.step
+                    got, case = stopped.step().loss, f"{optimizer}; stopped after steps 2 and 3"
+                    expect(f"the loss of step {step}", got, losses[step], case=case)
+                if stop < 6:
+                    path = save(answer, stopped, folder / optimizer)
+                    stopped = make_trainer(world, folder, steps=stop - 2, **changes)  # the second has states already
+                    expect_resumed(answer, stopped, [path], path, case)
+            expect_same_state(stopped, whole, case)
 
 
 @test(points=3, ranks=(2,))
-def loss_scale_goes_on(answer, world, network):
-    """The loss scale and its count of good steps are those of the run without a stop."""
-    whole = make_run(0.5, scaled=True)
-    train(whole, network, 8)
-    got = resumed(answer, world, network, (2, 4), 8, scaled=True)
-    expect_same(got, whole, "AdamW with a loss scale that doubles after 3 good steps; stopped after steps 2 and 4")
-    expect("the state of the scaler", got.scaler.state_dict(), whole.scaler.state_dict())
+def loss_scale_and_masters_go_on(answer, world, network):
+    """With fp16 the masters, the loss scale and its count of good steps are those of the run without a stop."""
+    with shared_folder(world, network.group) as folder:
+        whole = make_trainer(world, folder, steps=7, **FP16)
+        stopped, case = make_trainer(world, folder, steps=4, **FP16), "fp16, a scale that doubles after 3 good steps"
+        path = save(answer, stopped, folder / "fp16")
+        fresh = make_trainer(world, folder, **FP16)
+        expect_resumed(answer, fresh, [path], path, case)
+        expect_same_state(fresh, stopped, f"{case}; right after the resume at step 4")
+        for _ in range(3):
+            fresh.step()
+        expect_same_state(fresh, whole, f"{case}; stopped after step 4, 7 steps in all")
+
+
+@test(points=3, ranks=(2,))
+def another_layout_goes_on(answer, world, network):
+    """A run with ZeRO is resumed without, and the other way round; another batch size begins at the same sample."""
+    with shared_folder(world, network.group) as folder:
+        for before, after in ((0, 1), (1, 0), (2, 3)):
+            case = f"saved with ZeRO stage {before}, resumed with stage {after} and 8 samples per step"
+            run = make_trainer(world, folder, steps=2, zero__stage=before)
+            path = save(answer, run, folder / f"zero {before}")
+            fresh = make_trainer(world, folder, zero__stage=after, train__global_batch=8)
+            expect_resumed(answer, fresh, [path], path, case)
+            progress = fresh.progress.step, fresh.progress.consumed_samples
+            expect("completed steps and consumed samples", progress, (2, 24), case=case)
+            if after < 3:  # stage 3 has no full parameters between steps
+                for name, tensor in tensors_of(run).items():
+                    if name.startswith("parameter"):
+                        expect(name, tensors_of(fresh)[name], tensor, case=case)
+            fresh.step()
 
 
 @test(points=4, ranks=(1, 2))
 def damaged_checkpoints_are_passed_over(answer, world, network):
-    """The newest intact checkpoint is used; damaged ones are renamed, and a partial folder does not count."""
-    run, disk, states = make_run(0.5), RecordedDisk({}), {}
-    for step in (1, 2, 3):
-        train(run, network, 1)
-        save(answer, run, disk, network)
-        states[step] = everything(run)
-    shared = shared_disk(world, network, disk)
-    shared.files["step-00000009.partial/index.json"] = b"never finished"
-    for spoil, left in (("step-00000003/index.json", 2), ("step-00000002/rank-00000.safetensors", 1)):
-        shared.files[spoil] = shared.files[spoil][:-1] + bytes([shared.files[spoil][-1] ^ 1])
-        fresh = make_run(9.0)
-        expect("what resume returns", answer.resume(fresh, shared, network.group), True, case=f"{spoil} is damaged")
-        expect("the step", fresh.step, left, case=f"{spoil} is damaged")
-        for name, tensor in states[left].items():
-            expect(name, everything(fresh).get(name), tensor, case=f"{spoil} is damaged")
-        renames = [arguments for _, operation, arguments in shared.changes if operation == "rename"]
-        renames, shared.changes = sum(all_gather_object(renames, network.group), []), []
-        folder = spoil.split("/")[0]
-        expect(
-            "the renames of all ranks together", renames, [(folder, f"{folder}.damaged")], case=f"{spoil} is damaged"
-        )
-        shared.files = {name: data for name, data in shared.files.items() if not name.startswith(spoil.split("/")[0])}
-    stale = RecordedDisk(shared.files)
-    if world.rank == world.size - 1 > 0:
-        stale.names = list  # it does not see the new folder yet, although it can read its files
-    fresh, case = make_run(9.0), "the last rank's list of folders is empty"
-    expect("what resume returns", answer.resume(fresh, stale, network.group), True, case=case)
-    expect("the step", fresh.step, 1, case=case)
-    spoiled = RecordedDisk({**shared.files, "step-00000001/rank-00000.safetensors": b"?"})
-    fresh, case = make_run(9.0), "the only checkpoint is damaged"
-    expect("what resume returns", answer.resume(fresh, spoiled, network.group), False, case=case)
-    got = (fresh.step, fresh.position, fresh.model.bias[0].item())
-    expect("step, position and the first bias", got, (0, 0, 9.0), case=case)
-    empty = make_run(9.0)
-    expect("what resume returns", answer.resume(empty, RecordedDisk({}), network.group), False, case="an empty disk")
-    expect("the step", empty.step, 0, case="an empty disk")
+    """The first intact checkpoint is used, with a note for each damaged one; if none is intact, DamagedError."""
+    with shared_folder(world, network.group) as folder:
+        run, paths, states = make_trainer(world, folder), [], []
+        for _ in range(3):
+            run.step()
+            paths.insert(0, save(answer, run, folder / "damaged"))
+            states.insert(0, tensors_of(run))
+        for number, file in enumerate(("checkpoint.json", "rank-00000.safetensors"), 1):
+            barrier(network.group)
+            if world.rank == 0:
+                damage(paths[number - 1] / file)
+            barrier(network.group)
+            fresh, notes, case = make_trainer(world, folder, steps=1), [], f"{file} of step {4 - number} is damaged"
+            fresh.notify = lambda event, *args, notes=notes: notes.append((event, *args))
+            expect_resumed(answer, fresh, paths, paths[number], case)
+            expect("completed steps", fresh.progress.step, 3 - number, case=case)
+            expect("the events of the notes", [event for event, *_ in notes], ["on_note"] * number, case=case)
+            for name, tensor in states[number].items():
+                expect(name, tensors_of(fresh)[name], tensor, case=case)
+        fresh, case = make_trainer(world, folder), "both checkpoints that are given are damaged"
+        try:
+            answer.resume(fresh, paths[:2])
+        except DamagedError:
+            expect("completed steps", fresh.progress.step, 0, case=case)
+        else:
+            raise Wrong("wrong", "resume must raise DamagedError", "DamagedError", "it returned", case=case)
+        expect("what resume returns", answer.resume(fresh, []), None, case="there is no checkpoint")
 
 
-@test(points=2, ranks=(2,))
-def what_does_not_fit_is_an_error(answer, world, network):
-    """A checkpoint of another model is intact, and no older one would fit: ErrorOnAnyRank, and nothing is renamed."""
-    run, disk = make_run(0.5), RecordedDisk({})
-    save(answer, run, disk, network)
-    shared, fresh = shared_disk(world, network, disk), make_run(9.0)
-    fresh.model.bias = nn.Parameter(torch.zeros(3))
-    try:
-        answer.resume(fresh, shared, network.group)
-    except ErrorOnAnyRank:
-        expect("the folders", shared.names(), ["step-00000000"])
-        return
-    raise Wrong("wrong", "resume must raise ErrorOnAnyRank", "ErrorOnAnyRank", "it returned")
+def damage(file):
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+@test(points=3, ranks=(2,))
+def another_run_is_an_error(answer, world, network):
+    """A checkpoint of another text or of another model is intact: UserError, no older one is tried, nothing changes."""
+    with shared_folder(world, network.group) as folder:
+        run = make_trainer(world, folder, steps=1)
+        older = save(answer, run, folder / "another")
+        run.step()
+        paths = [save(answer, run, folder / "another"), older]
+        cases = {"another text": {"data__path": folder / "other"}, "another model": {"model__intermediate_size": 32}}
+        for case, changes in cases.items():
+            fresh = make_trainer(world, folder, **changes)
+            before = tensors_of(fresh)
+            try:
+                answer.resume(fresh, paths)
+            except UserError as error:
+                expect("whether it is an error of damage", isinstance(error, DamagedError), False, case=case)
+            else:
+                raise Wrong("wrong", "resume must raise UserError", "UserError", "it returned", case=case)
+            expect("completed steps", fresh.progress.step, 0, case=case)
+            for name, tensor in before.items():
+                expect(name, tensors_of(fresh).get(name), tensor, case=case)

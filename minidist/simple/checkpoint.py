@@ -27,9 +27,10 @@ from torch import Tensor
 
 from minidist.comm import Group, all_gather_object
 from minidist.errors import DamagedError, RunError, UserError
-from minidist.parameters import Box, ParamSpec, flat_boxes
+from minidist.parameters import Box, flat_boxes
 
-FORMAT, INDEX = 2, "checkpoint.json"
+FORMAT = 2
+INDEX = "checkpoint.json"
 BLOCK_BYTES = 2**23
 CHECKSUM = "sha256 of sha256 per 8 MiB"
 
@@ -53,18 +54,6 @@ class Shard:
     def dtype(self) -> str:
         """The dtype's name in the index: "float32"."""
         return str(self.tensor.dtype).removeprefix("torch.")
-
-
-def make_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[Shard]:
-    """Return the shards of a parameter, or of a tensor that is sharded like it, such as an optimizer state.
-
-    kind: stands before the name. spec: the parameter's; its boxes follow one another in `tensor`.
-    """
-    parts = tensor.detach().view(-1).split([box.numel for box in spec.boxes])
-    return [
-        Shard(f"{kind}/{spec.name}", spec.shape, box, part.view(box.shape), is_saved_here=spec.owner == rank)
-        for box, part in zip(spec.boxes, parts, strict=True)
-    ]
 
 
 def box_key(name: str, box: Box) -> str:
@@ -98,9 +87,6 @@ def on_all_ranks(action: Callable[[], Any], group: Group) -> list[Any]:
     return outcomes
 
 
-# -- save -------------------------------------------------------------------------------------------------------------
-
-
 def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Group) -> Path:
     """Collective: save the checkpoint of `step` in the folder `root`, which all ranks share; return its folder.
 
@@ -114,7 +100,7 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
 
     def prepare() -> None:
         if group.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # what an earlier attempt has left
+            remove_folder(partial)  # what an earlier attempt has left
             partial.mkdir(parents=True)
 
     def write_file() -> tuple[dict, list]:
@@ -130,8 +116,8 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
             (partial / INDEX).write_text(format_index(step, state, written))
             sync(partial / INDEX)
             sync(partial)
-            shutil.rmtree(folder, ignore_errors=True)  # the same step, saved before
-            os.rename(partial, folder)
+            remove_folder(folder)  # the same step, saved before
+            partial.rename(folder)
             sync(root)
 
     on_all_ranks(prepare, group)
@@ -167,15 +153,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with all that it contains, if it exists."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints; keep is at least 1."""
     for folder in complete_checkpoints(root)[:-keep]:
         aside = folder.with_name(folder.name + ".partial")  # so that it stops counting as complete at once
-        os.rename(folder, aside)
-        shutil.rmtree(aside)
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
+        folder.rename(aside)
+        remove_folder(aside)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -232,11 +221,11 @@ def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
                 raise DamagedError(f"{folder} has {found} of the {shard.box.numel} elements of {shard.name}")
         return index
 
-    index = on_all_ranks(read, group)[group.rank]
+    indexes = on_all_ranks(read, group)
     with torch.no_grad():
         for target, values in copies:
             target.copy_(values)
-    return index
+    return indexes[group.rank]
 
 
 def read_tensors(file: Path, expected: str) -> dict[str, Tensor]:

@@ -1,13 +1,9 @@
-"""Recovery from faults: how often to save, finding replicas that differ, and their repair from healthy ones.
-
-Ranks with the same box of a parameter are replicas: what one has lost, the others still have.
-"""
+"""Recovery from faults: how often to save, finding replicas that differ, and their repair from healthy ones."""
 
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from operator import attrgetter
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +11,8 @@ from torch import Tensor
 
 from minidist.comm import Group, all_gather_object, recv, send
 from minidist.errors import RunError, format_ranks
-from minidist.parameters import ParamSpec, named_parameters
-from minidist.simple.training_state import create_optimizer_states, state_shards
+from minidist.parameters import named_parameters
+from minidist.simple.training_state import create_optimizer_states, json_state, load_json_state, state_shards
 
 if TYPE_CHECKING:
     from minidist.simple.trainer import Trainer
@@ -81,58 +77,58 @@ def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], gr
 
 
 def describe_state(trainer: "Trainer") -> dict:
-    """Return a training state without its tensors: progress, loss scaler, dtypes and shapes."""
-    tensors, scaler = {}, trainer.engine.scaler
-    for name, (tensor, _) in replicated_tensors(trainer).items():
-        tensors[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
-    return {"progress": trainer.progress, "scaler": scaler and scaler.state_dict(), "tensors": tensors}
+    """Return a training state without the values of its tensors: {"json": JSON state, "tensors": {name: {"shape"}}}."""
+    tensors = {name: {"shape": tuple(tensor.shape)} for name, (tensor, _) in replicated_tensors(trainer).items()}
+    return {"json": json_state(trainer), "tensors": tensors}
 
 
-def _all_specs(trainer: "Trainer") -> dict[str, ParamSpec]:
-    """Return the specs of this rank's masters, and of all else that it has."""
+def shard_replicas(trainer: "Trainer") -> dict[str, tuple[int, ...]]:
+    """Return by name the global ranks with this rank's shard of a parameter and its optimizer states, or a buffer."""
     parallel = trainer.engine.parallel
-    return {**parallel.specs, **parallel.master_specs}
+    return {name: spec.replicas for name, spec in {**parallel.specs, **parallel.master_specs}.items()}
+
+
+def require_replicas(trainer: "Trainer", healthy: Collection[int]) -> None:
+    """Collective: raise RunError on all ranks if a shard of any rank has no replica on the ranks `healthy`."""
+    shards = set().union(*(own.items() for own in all_gather_object(shard_replicas(trainer), trainer.engine.control)))
+    lost = sorted((name, ranks) for name, ranks in shards if not set(healthy) & set(ranks))
+    if lost:
+        raise RunError(
+            f"{len(lost)} shards have no healthy replica, such as that of {lost[0][0]} on {format_ranks(lost[0][1])}; "
+            f"healthy: {format_ranks(healthy) if healthy else 'no rank'}. Go on from the last checkpoint."
+        )
 
 
 def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
     """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
 
-    source: the trainer with this rank's state: `trainer` itself; an earlier one of the same layout, if a death led
+    source: the trainer with this rank's state: `trainer` itself; an earlier one with the same shards, if a death led
     to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises
     RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
-    rank, group, specs = trainer.world.rank, trainer.engine.control, _all_specs(trainer)
-    own = {name: spec.replicas for name, spec in specs.items()}, None if source is None else describe_state(source)
-    shards, states = zip(*all_gather_object(own, group), strict=True)
-    step = max((state["progress"].step for state in states if state), default=0)
-    valid = {r: state for r, state in zip(group.ranks, states, strict=True) if state and state["progress"].step == step}
-    lost = sorted({pair for of_rank in shards for pair in of_rank.items() if not valid.keys() & pair[1]})
-    if lost:
-        raise RunError(
-            f"{len(lost)} shards have no healthy replica, such as that of {lost[0][0]} on {format_ranks(lost[0][1])}; "
-            f"healthy at step {step}: {format_ranks(valid) if valid else 'no rank'}. Go on from the last checkpoint."
-        )
-    if source is not trainer or rank not in valid:
-        state = next(iter(valid.values()))
-        trainer.progress = state["progress"]
-        if trainer.engine.scaler is not None:
-            trainer.engine.scaler.load_state_dict(state["scaler"])
-        tensors = {name: entry for each in valid.values() for name, entry in each["tensors"].items()}
+    rank, group = trainer.world.rank, trainer.engine.control
+    states = all_gather_object(None if source is None else describe_state(source), group)
+    newest = max((state["json"]["step"] for state in states if state), default=0)
+    healthy = {r: s for r, s in zip(group.ranks, states, strict=True) if s and s["json"]["step"] == newest}
+    require_replicas(trainer, healthy)
+    if source is not trainer or rank not in healthy:
+        load_json_state(trainer, next(iter(healthy.values()))["json"])
+        tensors = {name: entry for state in healthy.values() for name, entry in state["tensors"].items()}
         create_optimizer_states(trainer.engine, tensors)
-    order = attrgetter("name", "box.start")  # one order on all ranks, so that no two ranks wait for each other
-    targets = sorted(state_shards(trainer.engine), key=order)
-    values = sorted(state_shards(source.engine), key=order) if rank in valid else targets
+    # One order on all ranks, so that no two ranks wait for each other.
+    owners = trainer, source if rank in healthy else trainer
+    targets, values = (sorted(state_shards(each.engine), key=lambda s: (s.name, s.box.start)) for each in owners)
+    replicas_of = shard_replicas(trainer)
     for target, value in zip(targets, values, strict=True):
-        name = target.name.partition("/")[2]
-        replicas = set(specs[name].replicas if name in specs else group.ranks)
+        replicas = set(replicas_of.get(target.name.partition("/")[2], group.ranks))
         buffer = value.tensor.to(group.world.control_device)
         data = buffer.view(-1).view(torch.uint8)  # not every backend sends every dtype
-        sender = min(replicas & valid.keys())
-        for receiver in sorted(replicas - valid.keys()):
+        sender = min(replicas & healthy.keys())
+        for receiver in sorted(replicas - healthy.keys()):
             if rank == sender:
                 send(data, group.ranks.index(receiver), group)
             elif rank == receiver:
                 recv(data, group.ranks.index(sender), group)
         target.tensor.copy_(buffer)
     trainer.engine.reducer.update_parameters()
-    return [each for each in group.ranks if each not in valid]
+    return [each for each in group.ranks if each not in healthy]

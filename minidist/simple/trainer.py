@@ -1,15 +1,11 @@
 """A run: data, steps, log lines, evaluation and checkpoints, the same on one rank and on many.
 
-    from minidist.simple.trainer import train
-    train(world, config)     # on every rank
-
 `Trainer.run` reads like a single-process training loop: all that is parallel is in the engine, in what `load` and
 `save` exchange, and in the sample numbers that the loader is asked for.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from minidist.comm import Meter, World, all_gather_object, bind
 from minidist.config import Config, to_toml
 from minidist.data.corpus import open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import DamagedError, RunError, UserError, format_count, format_ranks
+from minidist.errors import RunError, UserError, format_ranks
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -26,15 +22,7 @@ from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.parallelize import group_specs, parallelize
 from minidist.simple.recovery import differing_replicas, recover, replicated_tensors
-from minidist.simple.training_state import create_optimizer_states, state_shards
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: number of completed steps, and of samples that they have consumed."""
-
-    step: int = 0
-    consumed_samples: int = 0
+from minidist.simple.training_state import Progress, json_state, resume, state_shards
 
 
 class LogLines:
@@ -83,7 +71,7 @@ class Trainer:
         init_parameters(model, config.train.seed)
         self.engine = Engine(parallelize(model.to(world.device), self.groups, config), self.groups, config)
         self.progress, self.step_time_s = Progress(), 0.0
-        self.resumed_from = self.resume(checkpoints)
+        self.resumed_from = resume(self, checkpoints)
 
     def open_corpus(self) -> str:
         """Open the text and its loaders; return its fingerprint. Raises UserError if the model has too few tokens."""
@@ -192,57 +180,12 @@ class Trainer:
         self.notify("on_evaluation", self.progress.step, loss, 1 if merger is None else merger.num_different_models)
         return loss
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Collective: save all that decides how the run goes on, and delete old checkpoints."""
-        scaler, step, root = self.engine.scaler, self.progress.step, self.folder / "checkpoints"
-        state = {
-            "config": self.config_text,
-            "step": step,
-            "position": self.progress.consumed_samples,
-            "corpus": self.corpus.fingerprint,
-            "corpus_name": self.corpus.describe(),
-            "replicas": self.config.num_replicas(self.mesh),
-            "loss_scaler": None if scaler is None else scaler.state_dict(),
-        }
-        path = checkpoint.save(root, step, state_shards(self.engine), state, self.control)
-        keep = self.config.checkpoint.keep
+        root, keep = self.folder / "checkpoints", self.config.checkpoint.keep
+        path = checkpoint.save(root, self.progress.step, state_shards(self.engine), json_state(self), self.control)
         checkpoint.on_all_ranks(lambda: self.world.rank or checkpoint.prune(root, keep), self.control)
         self.notify("on_checkpoint", path)
-
-    def resume(self, paths: Sequence[Path]) -> Path | None:
-        """Collective: load the first intact checkpoint; return its path, None if there is no checkpoint at all."""
-        for path in paths:
-            try:
-                self.load(path)
-                return path
-            except DamagedError as error:
-                if path == paths[-1]:
-                    raise
-                self.notify("on_note", f"{error} Trying the checkpoint before it.")
-        return None
-
-    def load(self, path: Path) -> None:
-        """Collective: continue from a checkpoint that any layout, and either engine, has saved."""
-        index = checkpoint.on_all_ranks(lambda: checkpoint.read_index(path), self.control)[self.world.rank]
-        saved, replicas = index["state"]["replicas"], self.config.num_replicas(self.mesh)
-        if saved != replicas:
-            raise UserError(
-                f"{path} has the state of {format_count(saved, 'replica')}, this run has {replicas}: "
-                f"give --consistency.replicas {saved}, or start a new run."
-            )
-        if index["state"]["corpus"] != self.corpus.fingerprint:
-            raise UserError(
-                f"{path} was trained on another corpus ({index['state']['corpus_name']}) than this run has "
-                f"({self.corpus.describe()}): give the same --data.source or --data.path, or another --folder."
-            )
-        create_optimizer_states(self.engine, index["tensors"])
-        state = checkpoint.load(path, state_shards(self.engine), self.control)["state"]
-        self.engine.reducer.update_parameters()
-        if self.engine.scaler is not None and state["loss_scaler"]:
-            self.engine.scaler.load_state_dict(state["loss_scaler"])
-        self.progress = Progress(state["step"], state["position"])
 
 
 def train(world: World, config: Config) -> dict[str, Any]:

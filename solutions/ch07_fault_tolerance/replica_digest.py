@@ -1,4 +1,4 @@
-"""Which replica differs, and in which tensor: the solution, as it stands in minidist.fault.simple.agreement.
+"""Which replica differs, and in which tensor: the solution, as it stands in minidist.simple.recovery.
 
 The tensors themselves would be gigabytes; a digest of 8 bytes misses a difference once in 2^64. It must be computed
 from the bytes: a sum does not see exchanged elements, and comparing numbers does not see the sign of a zero or the
@@ -9,52 +9,54 @@ all others. With two replicas nothing but the difference is known. As every rank
 all ranks come to the same result without another message.
 
 Usual wrong answers:
+* compares all ranks that have a tensor of the name, also those with another part of it
 * the package's own
 * names rank 3 only, in every tensor that differs
 * the first 8 bytes of the tensor instead of a digest of all its bytes
-* compares floating-point tensors only: counters and masks may differ
+* takes the positions in the group for global ranks
 * takes half of the ranks for a majority
 * hashes the memory as it lies: equal tensors of which one is transposed seem to differ
 * takes the most frequent value as right, even if only half of the ranks have it
 * adds 0 first, which turns -0.0 into 0.0: compares numbers and not bits
-* one digest of all tensors: it finds the rank and cannot name the tensor
-* one message per tensor
+* one all-gather per tensor
+* knows one set of replicas per name: that of the last rank
 * each rank reports whether it differs itself, and knows nothing of the others
-* compares with rank 0: a fault of rank 0 accuses all others
+* compares only what this rank has: the ranks come to different results
+* compares with the first rank: a fault of that rank accuses all others
 * converts to float32 first: the last bits of float64 are lost
 * a sum as digest: it does not see exchanged elements
-* hashes the numbers as text: all NaNs are one word
-* sends all 32 bytes of each SHA-256
-* sends the pickled contents of all tensors
+* all 32 bytes of the SHA-256
+* gathers all tensors, and computes every digest on every rank
 * finds nothing anywhere
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, all_gather
+from minidist.comm import Group, all_gather_object
 
 
-def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
-    """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
+def tensor_digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's bits: the first 8 bytes of their SHA-256."""
+    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()[:8]
 
-    tensors: this rank's tensors, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit,
-    by 8 bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among
-    themselves; if no value has such a majority, all ranks are named.
+
+def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], group: Group) -> dict[str, list[int]]:
+    """Collective: return which ranks differ from their replicas, and in which tensors: {name: global ranks}.
+
+    tensors: this rank's, by name, each with the global ranks that must have the same bits. If more than half of these
+    have equal bits, the others differ; if not, all are named. The result is the same on all ranks of `group`.
     """
-    contents = [tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
-    digests = [hashlib.sha256(content).digest() for content in contents]
-    mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True) for digest in digests], dtype=torch.int64)
-    table = torch.empty(group.size * len(mine), dtype=torch.int64)
-    all_gather(table, mine, group)
-    found = {}
-    for name, column in zip(tensors, table.view(group.size, -1).T.tolist(), strict=True):
-        [(value, votes)] = Counter(column).most_common(1)
-        if votes < group.size:
-            has_majority = 2 * votes > group.size
-            found[name] = [rank for rank, each in enumerate(column) if each != value or not has_majority]
-    return found
+    own = {(name, ranks): tensor_digest(tensor) for name, (tensor, ranks) in tensors.items() if len(ranks) > 1}
+    digests = dict(zip(group.ranks, all_gather_object(own, group), strict=True))
+    found = defaultdict(set)
+    for name, ranks in set().union(*digests.values()):
+        column = {rank: digests[rank].get((name, ranks)) for rank in ranks}
+        [(value, votes)] = Counter(column.values()).most_common(1)
+        if votes < len(ranks):
+            found[name] |= {rank for rank in ranks if column[rank] != value or 2 * votes <= len(ranks)}
+    return {name: sorted(found[name]) for name in sorted(found)}

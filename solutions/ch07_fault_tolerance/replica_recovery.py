@@ -1,5 +1,4 @@
-"""Ranks die, and training goes on: the solution, as it stands in minidist.fault.simple.agreement and
-minidist.fault.simple.recovery.
+"""Ranks lose their state, and training goes on: the solution, as it stands in minidist.simple.recovery.
 
 An aborted step can be repeated because nothing was written before the ranks had agreed (7.5), and repeated by fewer
 ranks because samples, dropout masks and weights are functions of the step and not of the ranks (7.3). So a death
@@ -11,119 +10,64 @@ breaks. Then some survivors are one step ahead. Their state is as good as any, a
 the same case, with a state that is further behind. The ranks gather the steps first, because no rank knows who is
 ahead.
 
-Recovery closes the old connections before it waits: a survivor that has not yet noticed the death may wait for one
-that has. And it runs after the except block, because the traceback of the error would keep those connections alive.
+Every rank plans all transfers from what has been gathered, so that none asks another one for anything, and all go
+over the shards in one order: send and receive meet. With ZeRO a shard is on one rank only, and what died with it is
+in the last checkpoint, or in a copy that another rank keeps.
 
 Usual wrong answers:
-* gathers the full state of every rank as pickled objects, to use one of them
-* every rank reads the newest checkpoint after a death: right, but it repeats what the memory still holds
-* does not look for a checkpoint
 * the package's own
-* every rank computes the part of rank 0
-* takes every error for a death, and repeats a step that can never succeed
-* a full disk ends the run, although all ranks are well
-* regroups after every step, which costs a new group each time
-* dropout masks of the rank: a repeated step has others
-* divides by the number of its own samples: the sum over the ranks grows with their number
-* the mean of its own samples over the number of ranks, as DDP does: samples on ranks with fewer count more
-* repeats the step with the next batch: the samples of the aborted one are never seen
-* regroups after a death only: a new process waits until the run is over, and begins anew
-* does not close the old group: a rank that still waits for this one waits for ever
-* all go back to the rank that is furthest behind: a new rank, which is at step 0
-* sends the parameters, and not the moments of the optimizer
-* keeps the part that it had in the first group: the samples of the dead rank are lost
-* as many samples on each rank: those that are left over are in no rank's part
-* a death in a save ends the run
-* does not multiply by the loss scale, by which the update divides
-* rank 0 sends its state, even if it is the one that is behind
-* takes over the number of the step, and neither position nor seed nor loss scale
-* counts the aborted step as done, and goes on with the next
-* gradients of zero
+* always says that rank 0 has received
+* sends all shards of the first healthy rank: with tensor parallelism those are others
+* takes every rank with a source for healthy: those that are one step behind keep their state
+* sends the tensors only: a new trainer begins the data and the learning rates again
+* does not ask whether every shard has a healthy replica
+* does not copy the masters to the 16-bit parameters
+* sends the parameters and no moments
+* a healthy rank with a new trainer keeps its initial values
+* changes progress and optimizer states before it knows that every shard has a healthy replica
+* sends to healthy replicas, too
+* a new trainer has no optimizer states to receive
+* finds the ranks and sends nothing
 """
 
-import warnings
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from minidist.comm import CommError, Group, all_gather_object, broadcast
-from minidist.fault.agree import ErrorOnAnyRank
-from minidist.fault.disk import Disk
-from minidist.fault.simple.agreement import train_step
-from minidist.fault.simple.checkpoint import save
-from minidist.fault.simple.run import (
-    Run,
-    create_optimizer_states,
-    resume,
-    run_shards,
-    run_state,
-    samples_at,
-    set_run_state,
-)
-from minidist.hashing import hash64
+from minidist.comm import all_gather_object, recv, send
+from minidist.simple.recovery import describe_state, require_replicas, shard_replicas
+from minidist.simple.trainer import Trainer
+from minidist.simple.training_state import create_optimizer_states, load_json_state, state_shards
 
 
-def local_gradients(run: Run, group: Group) -> list[Tensor]:
-    """Return this rank's part of the gradient of the global batch, one tensor per parameter, times the loss scale.
+def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
+    """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
 
-    The parts of all ranks of `group` sum to the gradient of the mean loss over the global batch of the next step. That
-    gradient does not depend on the number of ranks, nor do the samples and their dropout masks, so the remaining ranks
-    can repeat an aborted step. Raises what `run.sample_loss` raises.
+    source: the trainer with this rank's state: `trainer` itself; an earlier one with the same shards, if a death led
+    to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises
+    RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
-    samples = samples_at(run.seed, run.position, run.batch_size, run.num_samples)
-    parameters, scale = list(run.model.parameters()), 1.0 if run.scaler is None else run.scaler.scale
-    totals = [torch.zeros_like(parameter) for parameter in parameters]
-    for sample in samples[group.rank :: group.size]:
-        torch.manual_seed(int(hash64(run.seed, run.step, sample)) >> 1)  # of dropout
-        loss = run.sample_loss(sample) * (scale / run.batch_size)
-        for total, gradient in zip(totals, torch.autograd.grad(loss, parameters), strict=True):
-            total += gradient
-    return totals
-
-
-def recover(run: Run, group: Group | None, rendezvous: Callable[[Group | None], Group]) -> Group:
-    """Collective: form a group of all living ranks, copy the most advanced rank's state to all, and return the group.
-
-    Called by every survivor after a CommError, and by a new rank that joins, with group None. Survivors may be one step
-    apart: some have made the update of the aborted step, others not. rendezvous: closes the connections of the given
-    group, so that a rank which still waits for this one gets a CommError too; waits until all living ranks have called
-    it; returns a group of them.
-    """
-    group = rendezvous(group)
-    own = [(shard.name, (shard.shape, shard.dtype_name)) for shard in run_shards(run, False)]
-    states = all_gather_object((run.step, run_state(run), own), group)
-    source = max(range(group.size), key=lambda rank: states[rank][0])  # the first of the most advanced ranks
-    _, state, tensors = states[source]
-    if group.rank != source:
-        create_optimizer_states(run, dict(tensors))
-        set_run_state(run, state)
-    received = {shard.name: shard.tensor.detach() for shard in run_shards(run, False)}
-    for name, _ in tensors:
-        broadcast(received[name], source, group)
-    return group
-
-
-def train(
-    run: Run, disk: Disk, rendezvous: Callable[[Group | None], Group], steps: int, save_every: int, join: bool = False
-) -> Group:
-    """Collective: train until `steps` steps are complete, whatever ranks die meanwhile; return the last group.
-
-    disk, rendezvous: as for `save` and `recover`. save_every: steps between two checkpoints, after which new ranks are
-    admitted. join: whether this rank joins a run of other ranks; if not, it resumes the run on `disk`, or begins one.
-    """
-    group = recover(run, None, rendezvous)
-    if not join:
-        resume(run, disk, group)
-    while run.step < steps:
-        try:
-            train_step(run, group)
-            if must_regroup := run.step % save_every == 0:
-                save(disk, run.step, run_shards(run, group.rank == 0), run_state(run), group)
-        except ErrorOnAnyRank as failure:  # such as a full disk: the earlier checkpoints are still there
-            warnings.warn(f"step {run.step} was not saved: {failure}", stacklevel=2)
-        except CommError:
-            must_regroup = True
-        if must_regroup:  # not in `except`, where the error's traceback would keep the connections of `group` open
-            group = recover(run, group, rendezvous)
-    return group
+    rank, group = trainer.world.rank, trainer.engine.control
+    states = all_gather_object(None if source is None else describe_state(source), group)
+    newest = max((state["json"]["step"] for state in states if state), default=0)
+    healthy = {r: s for r, s in zip(group.ranks, states, strict=True) if s and s["json"]["step"] == newest}
+    require_replicas(trainer, healthy)
+    if source is not trainer or rank not in healthy:
+        load_json_state(trainer, next(iter(healthy.values()))["json"])
+        tensors = {name: entry for state in healthy.values() for name, entry in state["tensors"].items()}
+        create_optimizer_states(trainer.engine, tensors)
+    # One order on all ranks, so that no two ranks wait for each other.
+    owners = trainer, source if rank in healthy else trainer
+    targets, values = (sorted(state_shards(each.engine), key=lambda s: (s.name, s.box.start)) for each in owners)
+    replicas_of = shard_replicas(trainer)
+    for target, value in zip(targets, values, strict=True):
+        replicas = set(replicas_of.get(target.name.partition("/")[2], group.ranks))
+        buffer = value.tensor.to(group.world.control_device)
+        data = buffer.view(-1).view(torch.uint8)  # not every backend sends every dtype
+        sender = min(replicas & healthy.keys())
+        for receiver in sorted(replicas - healthy.keys()):
+            if rank == sender:
+                send(data, group.ranks.index(receiver), group)
+            elif rank == receiver:
+                recv(data, group.ranks.index(sender), group)
+        target.tensor.copy_(buffer)
+    trainer.engine.reducer.update_parameters()
+    return [each for each in group.ranks if each not in healthy]

@@ -1,4 +1,4 @@
-"""A checkpoint that any layout loads: the solution, as it stands in minidist.fault.simple.checkpoint.
+"""A checkpoint that any layout loads: the solution, as it stands in minidist.simple.checkpoint.
 
 The layout of the run that saved does not matter, because neither side knows the other: both describe what they hold
 as boxes of global tensors. PyTorch's distributed checkpoint does the same. Every combination of data, tensor and
@@ -20,13 +20,15 @@ Usual wrong answers:
 * reads all files on all ranks
 * stops at the first box that overlaps
 * indexes the saved box with the coordinates of the global tensor
+* raises UserError for missing elements: an older, complete checkpoint is then not tried
 * gives a view new memory instead of filling that of the shard
 * gives the tensor new memory: the larger tensor, of which it is a view, keeps its old values
 * does not notice that elements are missing
-* reads the files without comparing their SHA-256
+* reads the files without comparing their checksums
 * compares the numbers of elements instead of the shapes: loads a part of a transposed tensor
 * loads the shards with is_saved_here only: replicas keep their old values
-* a rank without shards returns no state
+* a rank without shards returns no index
+* reads and verifies a file again for each box
 * loads only boxes that are saved as they are
 * does not compare the global shapes: a tensor of 12 elements takes the first of 11
 * verifies before it copies, but on each rank alone: the others load while one raises
@@ -34,50 +36,45 @@ Usual wrong answers:
 """
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from minidist.comm import Group, bind_all_gather_object
-from minidist.errors import UserError
-from minidist.fault.agree import run_on_all_ranks
-from minidist.fault.disk import Disk
-from minidist.fault.shards import TensorShard, shard_key
-from minidist.fault.simple.checkpoint import read_index, read_tensors
-from minidist.parameters import Box
+from minidist.comm import Group
+from minidist.errors import DamagedError, UserError
+from minidist.simple.checkpoint import Shard, box_key, on_all_ranks, read_index, read_tensors, saved_boxes
 
 
-def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
-    """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
+def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
+    """Collective: fill the tensors of `shards` from a checkpoint of any layout; return its index.
 
-    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only files
-    with a box that overlaps one of its shards. No rank writes to a tensor before all ranks know that every file they
-    need matches its SHA-256, and that every element of every shard is in the checkpoint. Raises ErrorOnAnyRank
-    on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.
+    A rank reads only files with a box that overlaps one of its shards, and no rank changes a tensor before all ranks
+    know that all they need is there and undamaged. Raises DamagedError or UserError on all ranks.
     """
     copies: list[tuple[Tensor, Tensor]] = []
 
-    def plan() -> dict:
-        index, files = read_index(disk, folder), {}
+    def read() -> dict:
+        index = read_index(folder)
+        read_file = cache(lambda file: read_tensors(folder / file, index["files"][file]["checksum"]))
         for shard in shards:
-            saved, found = index["tensors"].get(shard.name, {"shape": None, "dtype": None, "boxes": []}), 0
-            if (saved["shape"], saved["dtype"]) != ([*shard.shape], shard.dtype_name):
-                raise UserError(
-                    f"{shard.name} is {saved['dtype']} {saved['shape']} in {folder}, not {shard.shape} here"
-                )
-            for entry in saved["boxes"]:
-                file, box = entry["file"], Box(tuple(entry["start"]), tuple(entry["stop"]))
-                if (overlap := box.intersect(shard.box)) is None:
-                    continue
-                if file not in files:
-                    files[file] = read_tensors(disk, f"{folder}/{file}", index["files"][file])
-                values = files[file][entry["key"]][overlap.slices_in(box)]
-                copies.append((shard.tensor.detach()[overlap.slices_in(shard.box)], values))
-                found += overlap.numel
+            entry = index["tensors"].get(shard.name)
+            here = {"dtype": shard.dtype, "shape": list(shard.shape)}
+            if entry is None or {key: entry[key] for key in here} != here:
+                raise UserError(f"{shard.name} is {entry} in {folder}, and {here} in this run")
+            found = 0
+            for file, box in saved_boxes(index, shard.name):
+                if overlap := box.intersect(shard.box):
+                    values = read_file(file)[box_key(shard.name, box)][overlap.slices_in(box)]
+                    copies.append((shard.tensor[overlap.slices_in(shard.box)], values))
+                    found += overlap.numel
             if found != shard.box.numel:
-                raise UserError(f"{folder} has {found} of the {shard.box.numel} elements of {shard_key(shard)}")
-        return index["state"]
+                raise DamagedError(f"{folder} has {found} of the {shard.box.numel} elements of {shard.name}")
+        return index
 
-    states = run_on_all_ranks(bind_all_gather_object(group), plan)
-    for target, values in copies:
-        target.copy_(values)
-    return states[group.rank]
+    indexes = on_all_ranks(read, group)
+    with torch.no_grad():
+        for target, values in copies:
+            target.copy_(values)
+    return indexes[group.rank]

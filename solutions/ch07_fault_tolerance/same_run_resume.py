@@ -1,96 +1,116 @@
-"""The resumed run is the same run: the solution, as it stands in minidist.fault.simple.run.
+"""The resumed run is the same run: the solution, as it stands in minidist.simple.training_state.
 
 The loss goes on falling after almost any resume, so a loss curve proves nothing. What decides the next step is a
 list: parameters, buffers, optimizer states (moments and Adam's step count), the position in the data and the number
-of the step, from which the learning rate and the random numbers follow, the seed and the loss scale with its count of
-good steps. If one is missing, the run is another one, with the same name.
+of the step, from which the learning rate and the random numbers follow, and the loss scale with its count of good
+steps. If one is missing, the run is another one, with the same name.
 
-A checkpoint that is damaged is not used, but not deleted either: it is renamed, so that a person can look at it, and
-the name is free when the run reaches that step again. A tensor that does not fit is another matter: no older
-checkpoint would fit, so the error is raised. Rank 0's list of folders is used by all ranks, because ranks that resume
-from different steps would train different models.
+With 16-bit parameters it is the masters that are saved: the parameters are rounded from them, and the bits below are
+what small updates add up in. A checkpoint that is damaged is passed over, as an older one is better than none. A
+tensor that does not fit is another matter: no older checkpoint would fit, so the error is raised. The list of paths
+is the same on all ranks, because ranks that resume from different steps would train different models.
 
 Usual wrong answers:
+* resumes on another text
+* begins anew if all checkpoints are damaged, and overwrites them
 * the package's own
-* says that it has resumed, and begins anew
-* copies the tensors, so that the copies are loaded
-* deletes the damaged checkpoint, at which nobody can look any more
-* every rank renames the damaged folder, which only the first of them still finds
-* ends with an error if the newest checkpoint is damaged
-* saves no buffers
-* treats a checkpoint that does not fit as damaged, and begins anew without a word
-* takes the oldest checkpoint
-* each rank follows its own list of folders: a rank that sees an older list resumes from another step
-* saves no optimizer states
-* saves the buffers of the state_dict, which has no non-persistent ones
-* begins the data anew
-* computes the position from the step: wrong if the batch size has changed
-* leaves out scalars, among them Adam's step count
-* restores the loss scale, but not the count of good steps
-* keeps the seed of the new run
-* takes over step and position from the index before the files are verified
-* loads into the optimizer states that a new optimizer has, which are none
-* counts steps from 0: the learning rate and the dropout masks are those of the first steps
-* knows the states of AdamW, and loses the momentum of SGD
-* saves no tensor
+* loads nothing, and returns the path
+* collects copies: loading fills them, and the run keeps its own values
+* passes over a checkpoint that does not fit: a forgotten option starts another run
+* describes ZeRO's shards as full parameters
+* loads the masters and does not copy them to the 16-bit parameters
+* tries the newest checkpoint only
+* leaves out the buffers
+* leaves out the frozen parameters: a new run has other ones
+* loads the oldest intact checkpoint
+* creates new optimizer states and does not load them
+* takes buffers from the state_dict, which leaves out those registered with persistent=False
+* begins the data again
+* computes the position from the step and this run's batch size
+* sets the loss scale and not the count of good steps
+* passes over a damaged checkpoint without a note
+* sets the progress before the tensors are verified: after a damaged checkpoint the run has its step
+* loads only into the optimizer states that exist: a new optimizer has none
+* repeats the warm-up of the learning rate and the dropout masks of the first steps
+* collects nothing
 """
 
-import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from minidist.comm import Group, all_gather_object, bind_all_gather_object
-from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
-from minidist.fault.disk import Disk
-from minidist.fault.shards import TensorShard
-from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
-from minidist.fault.simple.run import Run, create_optimizer_states
-from minidist.parameters import Box
+from torch import nn
+
+from minidist.errors import DamagedError
+from minidist.simple.checkpoint import Shard, load, on_all_ranks, read_index
+from minidist.simple.engine import Engine
+from minidist.simple.parallelize import named_tensors
+from minidist.simple.trainer import Trainer
+from minidist.simple.training_state import (
+    Progress,
+    create_optimizer_states,
+    make_shards,
+    require_same_run,
+    separate_replica_shards,
+)
 
 
-def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
-    """Return all tensors of a run, unsharded, as `TensorShard`s: parameters, buffers and optimizer states.
+def state_shards(engine: Engine) -> list[Shard]:
+    """Return this rank's shards of all tensors that the next steps depend on; loading fills these very tensors.
 
-    The buffers include non-persistent ones, which `state_dict` leaves out: the next step may depend on them. The names
-    of the tensors are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, as `optimizer.exp_avg/layer.weight`.
-    is_saved_here: whether this rank saves them.
+    `params/NAME`: masters and frozen parameters. `buffers/NAME`: also non-persistent ones. `optimizer.KEY/NAME`, like
+    `optimizer.exp_avg/model.norm.weight`: the optimizer's states, none before its first step. NAME: in the full model.
     """
-    tensors = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
-    tensors |= {f"buffers/{name}": buffer for name, buffer in run.model.named_buffers()}
-    for name, parameter in run.model.named_parameters():
-        states = run.optimizer.state.get(parameter, {})
-        tensors |= {f"optimizer.{key}/{name}": value for key, value in states.items()}
-    return [TensorShard(n, t.shape, Box.whole(tuple(t.shape)), t, is_saved_here) for n, t in tensors.items()]
+    rank, own, shared = engine.groups.world.rank, [], []
+    for name, master in engine.reducer.masters.items():
+        spec = engine.parallel.master_specs[name]
+        own += make_shards("params", spec, master, rank)
+        for key, value in engine.optimizer.state[master].items():
+            own += make_shards(f"optimizer.{key}", spec, value, rank)
+    for name, tensor in named_tensors(engine.model).items():
+        if not tensor.requires_grad:
+            kind = "params" if isinstance(tensor, nn.Parameter) else "buffers"
+            shared += make_shards(kind, engine.parallel.specs[name], tensor, rank)
+    return own + shared if engine.merger is None else separate_replica_shards(engine, own, shared)
 
 
-def run_state(run: Run) -> dict:
-    """Return a run's state outside of its tensors, as a JSON object: step, position, seed and loss scale."""
-    scaler = None if run.scaler is None else run.scaler.state_dict()
-    return {"step": run.step, "position": run.position, "seed": run.seed, "scaler": scaler}
+def json_state(trainer: "Trainer") -> dict[str, Any]:
+    """Return all that the next steps depend on and that is no tensor, as a JSON object; and what the run is."""
+    return {
+        "config": trainer.config_text,
+        "step": trainer.progress.step,
+        "position": trainer.progress.consumed_samples,
+        "corpus": trainer.corpus.fingerprint,
+        "corpus_name": trainer.corpus.describe(),
+        "replicas": trainer.config.num_replicas(trainer.mesh),
+        "loss_scaler": trainer.engine.scaler and trainer.engine.scaler.state_dict(),
+    }
 
 
-def set_run_state(run: Run, state: dict) -> None:
-    """Set a run's step, position, seed and loss scale to those that `run_state` returned."""
-    run.step, run.position, run.seed = state["step"], state["position"], state["seed"]
-    if run.scaler is not None:
-        run.scaler.load_state_dict(state["scaler"])
+def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
+    """Set the trainer's progress and loss scale to those that `json_state` returned."""
+    if trainer.engine.scaler is not None and state["loss_scaler"]:
+        trainer.engine.scaler.load_state_dict(state["loss_scaler"])
+    trainer.progress = Progress(state["step"], state["position"])
 
 
-def resume(run: Run, disk: Disk, group: Group) -> bool:
-    """Collective: load the newest intact checkpoint into the run; return whether there was one.
+def resume(trainer: "Trainer", paths: Sequence[Path]) -> Path | None:
+    """Collective: load the first intact checkpoint of `paths`; return its path, None if there is no path at all.
 
-    Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
-    damaged checkpoint is renamed to `.damaged`, and the one before it is tried.
+    Any layout, and either engine, may have saved it. The observers get a note about each damaged one. Raises
+    DamagedError on all ranks if the last one is damaged, too, and UserError if one is of another run.
     """
-    for folder in reversed(all_gather_object(complete_checkpoints(disk), group)[0]):
+    engine, control = trainer.engine, trainer.control
+    for path in paths:
         try:
-            [index, *_] = run_on_all_ranks(bind_all_gather_object(group), lambda at=folder: read_index(disk, at))
-            create_optimizer_states(run, {name: (t["shape"], t["dtype"]) for name, t in index["tensors"].items()})
-            set_run_state(run, load(disk, folder, run_shards(run, False), group))
-            return True
-        except ErrorOnAnyRank as failure:
-            run.optimizer.state.clear()
-            if not failure.found_damage:
+            index = on_all_ranks(lambda path=path: read_index(path), control)[control.rank]
+            require_same_run(trainer, path, index["state"])
+            create_optimizer_states(engine, index["tensors"])
+            load_json_state(trainer, load(path, state_shards(engine), control)["state"])
+            engine.reducer.update_parameters()
+            return path
+        except DamagedError as error:
+            if path == paths[-1]:
                 raise
-            warnings.warn(f"{folder} is not used: {failure}", stacklevel=2)
-            if group.rank == 0:
-                disk.rename(folder, f"{folder}.damaged")
-    return False
+            trainer.notify("on_note", f"{error} Trying the checkpoint before it.")
+    return None

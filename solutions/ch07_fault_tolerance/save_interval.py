@@ -1,4 +1,4 @@
-"""How often to save: the solution, as it stands in minidist.fault.simple.interval.
+"""How often to save: the solution, as it stands in minidist.simple.recovery.
 
 Work without saves is lost with probability 1 - exp(-t / M), so the expected time grows exponentially with the
 interval; a save costs the same whatever the interval. The best interval balances the two: to first order it is sqrt(2
@@ -42,10 +42,7 @@ def expected_time_s(interval_s: float, mtbf_s: float, save_s: float, restart_s: 
 
 
 def best_interval_s(mtbf_s: float, save_s: float, restart_s: float = 0.0) -> float:
-    """Return the seconds of work between two saves that minimise the expected time per second of work.
-
-    The arguments are those of `expected_time_s`.
-    """
+    """Return the `interval_s`, in seconds, with the least `expected_time_s` per second of work."""
     # The cost has one minimum, between 0 and mtbf_s. A ternary search: it is not beyond the worse one of two points.
     low, high = 0.0, mtbf_s
     for _ in range(100):

@@ -78,7 +78,7 @@ def test_each_kind_has_its_keys_and_no_others(tmp_path, kind):
     for key in table.keys() - {"kind"}:
         write(file, exercise.name, {k: v for k, v in table.items() if k != key})
         if key not in ("also", "statement"):
-            with pytest.raises(UserError, match=f"missing \\['{key}'\\]; the keys of a {kind} are"):
+            with pytest.raises(UserError, match=f"missing \\['{key}'(, 'route')?\\]; the keys of a {kind} are"):
                 Catalogue(tmp_path)
     for key in others.keys() - table.keys() - {"also"}:
         write(file, exercise.name, {**table, key: others[key]})

@@ -12,6 +12,7 @@ from minidist.fault.shards import make_tensor_shards
 from minidist.mesh import Mesh
 from minidist.parameters import ParamSpec, flat_boxes
 from minidist.simple import checkpoint
+from minidist.simple.training_state import make_shards
 
 SHAPES = {"a.weight": (5, 6, 4), "b.weight": (7,), "c": ()}
 
@@ -41,7 +42,7 @@ def save_and_load(world, root, saver):
     }
     gather = bind_all_gather_object(group)
     if saver == "simple":
-        shards = [s for spec, part in kinds.values() for s in checkpoint.make_shards("params", spec, part, world.rank)]
+        shards = [s for spec, part in kinds.values() for s in make_shards("params", spec, part, world.rank)]
         path = checkpoint.save(root, 7, shards, {"answer": 42}, group)
     else:
         shards = [s for spec, part in kinds.values() for s in make_tensor_shards("params", spec, part, world.rank)]
@@ -53,7 +54,7 @@ def save_and_load(world, root, saver):
     by_simple = {name: torch.zeros(values(name).numel()) for name in SHAPES}
     by_fast = {name: torch.zeros(values(name).numel()) for name in SHAPES}
     found = checkpoint.load(
-        path, [s for name in SHAPES for s in checkpoint.make_shards("params", whole[name], by_simple[name], 0)], group
+        path, [s for name in SHAPES for s in make_shards("params", whole[name], by_simple[name], 0)], group
     )
     fast.load_checkpoint(
         path,
@@ -77,9 +78,7 @@ def test_each_engine_loads_what_the_other_has_saved(ranks, tmp_path, saver, num_
 
 def save_one(world, root):
     group = bind(world, Mesh())["control"]
-    shards = [
-        s for name, (spec, *_) in specs(0, 1).items() for s in checkpoint.make_shards("params", spec, values(name), 0)
-    ]
+    shards = [s for name, (spec, *_) in specs(0, 1).items() for s in make_shards("params", spec, values(name), 0)]
     return checkpoint.save(root, 1, shards, {}, group), shards, group
 
 
@@ -105,7 +104,7 @@ def test_another_shape_is_refused_with_both(tmp_path):
     path, _, group = save_one(World.single(), tmp_path)
     spec = ParamSpec("b.weight", (8,), tuple(flat_boxes((8,), 0, 8)), (0,))
     with pytest.raises(UserError, match=r"'shape': \[7\].*'shape': \[8\]"):
-        checkpoint.load(path, checkpoint.make_shards("params", spec, torch.zeros(8), 0), group)
+        checkpoint.load(path, make_shards("params", spec, torch.zeros(8), 0), group)
 
 
 def test_an_unfinished_checkpoint_does_not_count_and_old_ones_are_pruned(tmp_path):

@@ -390,9 +390,9 @@ def _validate_engine(config: Config, mesh: Mesh) -> None:
     # Each round of these algorithms waits for the one before, so nothing would overlap with backward.
     if config.comm.algorithm != "backend" and (config.engine, config.comm.gradients) != ("simple", "naive"):
         raise UserError(
-            f"comm.algorithm is {config.comm.algorithm}, an all-reduce of minidist/simple/collectives.py, and engine is "
-            f"{config.engine} with comm.gradients {config.comm.gradients}: give --engine simple --comm.gradients naive, "
-            "or leave --comm.algorithm out."
+            f"comm.algorithm is {config.comm.algorithm}, an all-reduce of minidist/simple/collectives.py, and engine "
+            f"is {config.engine} with comm.gradients {config.comm.gradients}: give --engine simple --comm.gradients "
+            "naive, or leave --comm.algorithm out."
         )
     if config.engine != "fast":
         list_restrictions = _simple_restrictions if config.engine == "simple" else _mixed_restrictions

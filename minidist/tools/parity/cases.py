@@ -126,9 +126,9 @@ class Case:
     equal ranks and layers have the same model, and may share a reference run. The fields after `mesh_layout` are the
     switches; SWITCHES lists their possible values. gradients: how gradients are reduced, the all-reduce algorithm, the
     ZeRO stage, or the synchronization mode; in those of WITH_OWN_GRADIENTS the optimizer is SGD alone, with a constant
-    rate. tied: whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all ranks start
-    with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume: whether the
-    run is stopped before step RESUME_AFTER and resumed from a checkpoint.
+    rate. tied: whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all
+    ranks start with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume:
+    whether the run is stopped before step RESUME_AFTER and resumed from a checkpoint.
     """
 
     ranks: int

@@ -1,13 +1,12 @@
 """Apply all parallelisms to a plain model: returns the model that this rank trains."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
-from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
@@ -49,7 +48,6 @@ __all__ = [
     "assign_layers",
     "group_specs",
     "parallelize",
-    "with_all_reduce_algorithm",
 ]
 
 
@@ -157,9 +155,7 @@ def _reducer(
 ) -> GradientReducer:
     """Build the gradient reducer of the configuration. names: of the full model's parameters."""
     dtypes, values = cast_parameters(model, policy)
-    reduction_groups = [
-        with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
-    ]
+    reduction_groups = [groups[name] for name in GRADIENT_GROUPS if name in groups]
     if config.engine == "mixed" and config.zero.stage:
         return _simple_zero(model, config.zero.stage, groups["grads"])
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
@@ -182,10 +178,3 @@ def _simple_zero(model: nn.Module, stage: int, group: Group) -> ZeroStage1:
         names.setdefault(block_index(name), []).append(name)
     blocks = {layer: names[index] for index, layer in enumerate(model.model.layers)}
     return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, blocks, group)
-
-
-def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:
-    """Return a copy of `group` that uses an all-reduce of `comm/algorithms`; `group` itself for "backend"."""
-    if algorithm == "backend":
-        return group
-    return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

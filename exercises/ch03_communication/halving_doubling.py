@@ -8,9 +8,9 @@ halve_and_double: flat (n,), reduced in place by `op` over `ranks`, a list of gr
 two; only they call it, all with the same list. Each pairs with the rank half a list away. The partners agree on two
 halves of flat; each sends the half that it gives up and reduces what arrives into the half that it keeps. Each half of
 the list then all-reduces its half of flat in the same way; at the end the partners send each other what they kept.
-halving_doubling_all_reduce: tensor, contiguous, of any shape and size; called by all ranks of the group. If their number
-is not a power of two, each surplus rank first gives its tensor to a neighbour, and gets the result in the end. op:
-"sum", "max", "min" or "product". Both return None.
+halving_doubling_all_reduce: tensor, contiguous, of any shape and size; called by all ranks of the group. If their
+number is not a power of two, each surplus rank first gives its tensor to a neighbour, and gets the result in the end.
+op: "sum", "max", "min" or "product". Both return None.
 Example: 4 ranks with the tensors [1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400] and [1000, 2000, 3000, 4000].
     round 1, 0 with 2 and 1 with 3: ranks 0, 1 keep [101, 202] and [1010, 2020], ranks 2, 3 [303, 404] and [3030, 4040]
     round 2, 0 with 1 and 2 with 3: ranks 0 to 3 keep [1111], [2222], [3333] and [4444]
@@ -24,7 +24,7 @@ You may call:
         peers are group ranks; what arrives overwrites recv's tensor or, with op, is reduced into it; sends and receives
         at once, and skips empty tensors
     group.rank, group.size   this rank's index in the group, and the number of ranks in it
-    tensor.view(-1), tensor.tensor_split(2)   views: one of shape (numel,); two halves, the first one element longer or not
+    tensor.view(-1), tensor.tensor_split(2)   views: one of shape (numel,); its two halves
     n.bit_length()   the number of bits of n: 1 << (n.bit_length() - 1) is the largest power of two that is not above n
 
 Check it with: python -m exercises check halving_doubling

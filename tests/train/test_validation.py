@@ -80,7 +80,7 @@ from tests.helpers.small_run import with_changes
         (
             2,
             {"comm__algorithm": "tree", "engine": "simple"},
-            r"comm.algorithm is tree, .* and engine is simple with comm.gradients bucketed: give --engine simple --comm.",
+            r"comm.algorithm is tree, .* engine is simple with comm.gradients bucketed: give --engine simple --comm.",
         ),
         (
             2,

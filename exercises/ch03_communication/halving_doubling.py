@@ -6,8 +6,8 @@ ranks, and halving_doubling_all_reduce, which folds any other number onto a powe
 
 halve_and_double: flat (n,), reduced in place by `op` over `ranks`, a list of group ranks whose length is a power of
 two; only they call it, all with the same list. Each pairs with the rank half a list away. The partners agree on two
-halves of flat; each sends the half that it gives up and reduces what arrives into the half that it keeps. Each half of
-the list then all-reduces its half of flat in the same way; at the end the partners send each other what they kept.
+halves of flat; each sends the half that the other keeps, and reduces what arrives into its own. Each half of the list
+then all-reduces its half of flat in the same way; at the end the partners send each other what they kept.
 halving_doubling_all_reduce: tensor, contiguous, of any shape and size; called by all ranks of the group. If their
 number is not a power of two, each surplus rank first gives its tensor to a neighbour, and gets the result in the end.
 op: "sum", "max", "min" or "product". Both return None.

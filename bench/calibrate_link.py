@@ -25,7 +25,6 @@ from minidist.comm import GroupSpec, World, bind
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
-from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.tools.network.calibrate import (
     BACKEND,
     TimedOperation,
@@ -34,7 +33,7 @@ from minidist.tools.network.calibrate import (
     measure_collectives,
     relative_errors,
 )
-from minidist.tools.network.cost import Link, bus_bandwidth, cost_lower_bound, fastest_algorithm
+from minidist.tools.network.cost import MODELLED_ALGORITHMS, Link, bus_bandwidth, cost_lower_bound, fastest_algorithm
 from minidist.tools.network.overlap import best_bucket_bytes
 
 BACKENDS = ("gloo", "shm")
@@ -265,7 +264,7 @@ def _calibration_as_json(calibration: Calibration, bucket_bytes: int) -> dict:
             }
             for n in calibration.sizes
         },
-        "algorithms": list(IMPLEMENTED_ALGORITHMS[COMPARED]),
+        "algorithms": list(MODELLED_ALGORITHMS[COMPARED]),
         "bucket_bytes": bucket_bytes,
         "samples": [dataclasses.asdict(sample) for sample in calibration.samples],
     }

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import matplotlib
 import numpy as np
 
-from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
-from minidist.tools.network.cost import collective_cost, fastest_algorithm
+from minidist.tools.network.cost import MODELLED_ALGORITHMS, collective_cost, fastest_algorithm
 
 if TYPE_CHECKING:
     from bench.calibrate_link import Calibration
 
 NAME = "all_reduce"
-COLORS = dict(zip(IMPLEMENTED_ALGORITHMS[NAME], ("#8c8c8c", "#dd8452", "#4c72b0", "#55a868", "#c44e52"), strict=True))
+COLORS = dict(zip(MODELLED_ALGORITHMS[NAME], ("#dd8452", "#4c72b0", "#55a868"), strict=True))
 MAP_RANKS = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 
 

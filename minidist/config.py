@@ -178,10 +178,10 @@ class CommConfig:
     gradients: Literal["bucketed", "naive"] = "bucketed"
     """bucketed: reduce gradients in buckets, overlapped with backward. naive: one all-reduce per parameter after
     backward."""
-    algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"
-    """All-reduce algorithm for gradients: `backend` is the communication library's own. All others are built on send
-    and receive (minidist/comm/algorithms) and run after backward; with `naive`, every rank sends its gradients to all
-    other ranks."""
+    algorithm: Literal["backend", "tree", "ring", "doubling"] = "backend"
+    """All-reduce algorithm for gradients: `backend` is the communication library's own. The others are built on send
+    and receive (minidist/simple/collectives.py): a tree, a ring, recursive halving and doubling; they need engine
+    simple and comm.gradients naive."""
     bucket_mib: float = 25.0
     """Largest gradient bucket in MiB (2**20 bytes). Without ZeRO the first bucket is at most 1 MiB, so that the first
     all-reduce starts early."""

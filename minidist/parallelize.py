@@ -1,13 +1,12 @@
 """Apply all parallelisms to a plain model: returns the model that this rank trains."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
-from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
@@ -43,7 +42,6 @@ __all__ = [
     "assign_layers",
     "group_specs",
     "parallelize",
-    "with_all_reduce_algorithm",
 ]
 
 
@@ -155,9 +153,7 @@ def _reducer(
 ) -> GradientReducer:
     """Build the gradient reducer of the configuration. names: of the full model's parameters."""
     dtypes, values = cast_parameters(model, policy)
-    reduction_groups = [
-        with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
-    ]
+    reduction_groups = [groups[name] for name in GRADIENT_GROUPS if name in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
         if config.consistency.mode == "central":
@@ -168,8 +164,3 @@ def _reducer(
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
 
 
-def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:
-    """Return a copy of `group` that uses an all-reduce of `comm/algorithms`; `group` itself for "backend"."""
-    if algorithm == "backend":
-        return group
-    return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

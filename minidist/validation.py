@@ -387,6 +387,13 @@ _Restrictions = tuple[tuple[bool, str, str], ...]
 
 def _validate_engine(config: Config, mesh: Mesh) -> None:
     """Raise UserError if another engine than the fast one is chosen, and cannot run this mesh or these options."""
+    # Each round of these algorithms waits for the one before, so nothing would overlap with backward.
+    if config.comm.algorithm != "backend" and (config.engine, config.comm.gradients) != ("simple", "naive"):
+        raise UserError(
+            f"comm.algorithm is {config.comm.algorithm}, an all-reduce of minidist/simple/collectives.py, and engine "
+            f"is {config.engine} with comm.gradients {config.comm.gradients}: give --engine simple --comm.gradients "
+            "naive, or leave --comm.algorithm out."
+        )
     if config.engine == "simple":
         for is_possible, given, change in _simple_restrictions(config):
             if not is_possible:
@@ -408,7 +415,6 @@ def _simple_restrictions(config: Config) -> _Restrictions:
     return (
         (schedule in ("gpipe", "1f1b", "zb-h1"), f"parallel.schedule {schedule}", "--parallel.schedule 1f1b or gpipe"),
         (optim.kind != "muon", "optim.kind muon", "--optim.kind adamw or sgd"),
-        (config.comm.algorithm == "backend", f"comm.algorithm {config.comm.algorithm}", "--comm.algorithm backend"),
         (not config.compile, "compile true", "--no-compile"),
         (config.recompute != "selective", "recompute selective", "--recompute block"),
         # Recomputation gives both halves of a backward at once.

@@ -1,43 +1,59 @@
-"""Bandwidth-optimal all-reduce.
+"""The ring all-reduce.
 
-Warm-up after the two halves of the ring: put them together to an all-reduce. Every rank ends with the reduction over
-all ranks, in the tensor that it passed, after sending 2 (size - 1) / size of the tensor.
+Write the all-reduce that sends the fewest bytes, in its two halves. In ring_reduce_scatter partial sums of chunks go
+round the ring, and each rank adds its values; in ring_all_gather the complete chunks go round; ring_all_reduce splits a
+tensor and calls both. The trainer runs it for `--comm.algorithm ring`.
 
-tensor: contiguous, of any shape: its size need not be divisible by the number of ranks, and may be smaller or 0.
-op: "sum", "mean", "max", "min" or "product"; a mean is the sum, divided once. Returns None.
-Example: 2 ranks with the tensors [1.0, 2.0, 3.0] and [10.0, 20.0, 30.0].
-    afterwards both tensors are [11.0, 22.0, 33.0]; with op "mean" [5.5, 11.0, 16.5], with "max" [10.0, 20.0, 30.0]
-    the chunks have 2 elements and 1, so each rank sends 3 elements in two messages
+chunks: one view per rank of the same flat tensor, of the same lengths on all ranks; lengths may differ by chunk and be
+0. After ring_reduce_scatter chunks[rank] is reduced over all ranks by `op` ("sum", "max", "min" or "product"); the
+others may hold anything. Before ring_all_gather only chunks[rank] counts; afterwards all chunks are right. tensor:
+contiguous, of any shape and size, also smaller than the number of ranks; reduced in place. All three return None.
+Example: 3 ranks whose chunks are 1, 2, 3 (rank 0), 10, 20, 30 (rank 1) and 100, 200, 300 (rank 2), one element each.
+    ring_reduce_scatter leaves 111 in chunks[0] of rank 0, 222 in chunks[1] of rank 1 and 333 in chunks[2] of rank 2;
+    chunk 0 is summed on ranks 1, 2 and 0, in this order: 10, 110, 111
+    ring_all_gather then leaves 111, 222, 333 on every rank; each rank has sent 2 + 2 chunks to its neighbour
 
-Checked: values for every reduction, dtype, size, shape and group; that the ranks' results are equal bit by bit; the
-elements that all ranks together send, that they send equally much, and only to neighbours (in one direction or both).
+Checked: each half with equal, unequal and empty chunks, and every op; that ranks send to neighbours only, all at the
+same time (in one direction, or half in each), each chunk but one once; the all-reduce for every op, dtype, shape, size
+and group; that all ranks get the same bits; the elements that all ranks together send, and that they send equally
+much.
 
 You may call:
-    ring_reduce(chunks, group, op)   reduce-scatter in place: chunks[rank] ends reduced; a mean is only added up
-    ring_gather(chunks, group)   all-gather in place: chunks[rank] of every rank reaches all ranks
-    split_chunks(flat, size)   list of `size` consecutive views, whose lengths differ by at most 1
-    flat_view(tensor)   a view of shape (n,); ValueError if the tensor is not contiguous
-    divide_mean(total, op, size)   divides `total` in place by `size` if op is "mean"; otherwise does nothing
-    check_reduce_op(op, tensor.dtype)   ValueError if there is no such reduction, or for a mean of integers
-    exchange(group, send=[(tensor, peer), ...], recv=[(tensor, peer), ...])   one round; peers are group ranks
+    exchange(group, send=(tensor, peer), recv=(tensor, peer), op=op)   one round; each of the three may be left out;
+        peers are group ranks; what arrives overwrites recv's tensor or, with op, is reduced into it; sends and receives
+        at once, and skips empty tensors
+    group.rank, group.size   this rank's index in the group, and the number of ranks in it
+    tensor.view(-1), tensor.tensor_split(n)   views: one of shape (numel,); n of them whose lengths differ by at most 1
 
 Check it with: python -m exercises check ring_all_reduce
 
-Stub 584170a4.
+Stub b7e8ed44.
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.primitives import check_reduce_op, divide_mean, flat_view, split_chunks
-from minidist.comm.algorithms.ring import ring_gather, ring_reduce
-from minidist.comm.group import Group
+from minidist.comm import Group
+from minidist.simple.collectives import exchange
 
 
-def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Collective: all-reduce `tensor` (any shape) in place by ring reduce-scatter, then ring all-gather.
+def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
+    """Collective: reduce in place; afterwards `chunks[rank]` is fully reduced, the others partially.
 
-    As in the paper, rank r completes chunk r + 1, so the list of chunks is rotated. Chunk c is summed in the order of
-    ranks c, c + 1, ..., c - 1 (modulo size) and then copied to all ranks, so all get identical results; but the order
-    of additions depends on an element's offset in the tensor.
+    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on rank c + 1, and every rank that it passes
+    adds its own values.
     """
-    raise NotImplementedError("split the tensor into chunks, reduce-scatter, divide for a mean, all-gather")
+    raise NotImplementedError("send chunks round the ring and reduce this rank's values into them")
+
+
+def ring_all_gather(chunks: list[Tensor], group: Group) -> None:
+    """Collective: each rank's `chunks[rank]` goes round the ring, until all ranks have all chunks."""
+    raise NotImplementedError("send on the chunk received in the previous round")
+
+
+def ring_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
+    """Collective: all-reduce `tensor` (any shape, any size) in place, by reduce-scatter and all-gather on a ring.
+
+    All ranks get the same bits, as each chunk is reduced once and then copied. The order of the additions depends on
+    the chunk.
+    """
+    raise NotImplementedError("split the tensor into one chunk per rank, reduce-scatter, all-gather")

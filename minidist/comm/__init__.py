@@ -2,7 +2,7 @@
 
 Public: `bind` makes the process groups of a mesh from `GroupSpec`s; the operations of `collectives` take a `Group` and
 return a `Handle` if asynchronous; `Meter` counts their bytes. Read in this order: `world`, `group_specs`, `group`,
-`collectives`, `handles`, `wire_bytes`, `meter`, `functional` (for model code), `objects`; then `algorithms`.
+`collectives`, `handles`, `wire_bytes`, `meter`, `functional` (for model code), `objects`.
 
 Names are imported on first use, so that a process that only reads rank status does not import torch.
 """

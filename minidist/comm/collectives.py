@@ -46,8 +46,6 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     """Collective: all-reduce `tensor` (any shape) in place, elementwise. op: "sum", "max", "min" or "product"."""
     if group.size == 1:
         return completed_handle(group, async_op)
-    if group.algorithm is not None:
-        return group.algorithm(tensor, group, op, async_op)
     start = partial(dist.all_reduce, tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
     return launch(group, "all_reduce", tensor, start, [tensor], detail=op.removeprefix("sum"), async_op=async_op)
 

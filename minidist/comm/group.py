@@ -31,8 +31,6 @@ class Group:
     name: the name of its `GroupSpec`. ranks: ascending global ranks of the group. rank: this rank's index in `ranks`.
     process_group: torch's process group; None for a group of one rank, which does not communicate.
     world: this rank's environment. meter: receives a record of each operation.
-    algorithm: the function that `collectives.all_reduce` calls instead of the backend (see `DeferredAllReduce`); None:
-    the backend's all-reduce.
     """
 
     name: str
@@ -41,7 +39,6 @@ class Group:
     process_group: dist.ProcessGroup | None
     world: World
     meter: Meter
-    algorithm: Callable | None = None
 
     @property
     def size(self) -> int:

@@ -5,8 +5,7 @@ are exact for the named algorithm, uneven chunk sizes included; they are not ave
 algorithm than the table assumes, so the figure for a library's collective is *modelled*; for send and recv it is
 *counted*.
 
-Algorithms: ring, Patarasuk and Yuan 2009, section 3; the others, Thakur et al. 2005, section 4. Those of
-`comm/algorithms` are built on send and receive, so the meter counts what they send.
+Algorithms: ring, Patarasuk and Yuan 2009, section 3; the others, Thakur et al. 2005, section 4.
 """
 
 from collections.abc import Sequence

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import Group
-from minidist.comm.algorithms.root import flat_broadcast, flat_reduce
+from minidist.comm import Group, P2POp, batch_send_recv, recv, send
 from minidist.parallel.data.naive import NaiveReducer
 from minidist.parameters import ParamSpecs
 
@@ -42,7 +41,7 @@ class CentralReducer(NaiveReducer):
         parts = [total.reshape(-1) for total in self._sums.values()]
         parts.append(parts[0].new_tensor([float(name in self._used) for name in self._sums]))
         flat = torch.cat(parts)
-        flat_reduce(flat, self._server, self._group)
+        self._sum_on_server(flat)
         if self._group.rank == self._server:
             *sums, counts = flat.split([part.numel() for part in parts])
             for parameter, total, count in zip(self._parameters.values(), sums, counts.tolist(), strict=True):
@@ -52,11 +51,32 @@ class CentralReducer(NaiveReducer):
     def gather_params(self) -> None:
         """Collective: broadcast the server's parameters to all ranks."""
         flat = torch.cat([parameter.reshape(-1) for parameter in self._parameters.values()])
-        flat_broadcast(flat, self._server, self._group)
+        self._send_from_server(flat)
         for parameter, part in zip(
             self._parameters.values(), flat.split([p.numel() for p in self._parameters.values()]), strict=True
         ):
             parameter.copy_(part.view_as(parameter))
+
+    def _sum_on_server(self, flat: Tensor) -> None:
+        """Collective: add all ranks' `flat` (n,) to the server's, in the order of the ranks; no other changes."""
+        if self._group.rank != self._server:
+            send(flat, self._server, self._group)
+            return
+        received = torch.empty_like(flat)
+        for rank in self._other_ranks():
+            recv(received, rank, self._group)
+            flat += received
+
+    def _send_from_server(self, flat: Tensor) -> None:
+        """Collective: overwrite all ranks' `flat` (n,) with the server's, which sends it to each of them."""
+        if self._group.rank != self._server:
+            recv(flat, self._server, self._group)
+        else:
+            batch_send_recv([P2POp("send", flat, rank) for rank in self._other_ranks()], self._group)
+
+    def _other_ranks(self) -> list[int]:
+        """Return the group ranks that are not the server."""
+        return [rank for rank in range(self._group.size) if rank != self._server]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return all parameters, by name, on the server; {} on the other ranks."""

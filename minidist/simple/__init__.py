@@ -18,5 +18,5 @@ Read in this order:
     checkpoint          atomic save, load in any layout; training_state: what a checkpoint contains
     recovery            replicas compared bit by bit, and repaired
     trainer             the run
-    collectives         all-reduce from send and receive: tree, ring, halving and doubling (beside the trainer)
+    collectives         all-reduce from send and receive: tree, ring, halving and doubling
 """

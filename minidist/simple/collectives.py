@@ -1,4 +1,4 @@
-"""Collectives from send and receive: how an all-reduce moves its bytes, and what that costs on a link.
+"""Collectives from send and receive (`--comm.algorithm`): how an all-reduce moves its bytes, and what that costs.
 
     tree_broadcast, tree_reduce     a binomial tree: log2(n) rounds, in each of which the whole tensor is sent
     ring_all_reduce                 a ring: 2 (n - 1) rounds, but only 2 (n - 1) / n of the tensor per rank
@@ -66,6 +66,12 @@ def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
         elif place < distance and place + distance < size:
             exchange(group, recv=(tensor, (group.rank + distance) % size), op=op)
         distance //= 2
+
+
+def tree_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
+    """Collective: all-reduce `tensor` (any shape) in place, up a tree to rank 0 and down again."""
+    tree_reduce(tensor, 0, group, op)
+    tree_broadcast(tensor, 0, group)
 
 
 def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
@@ -138,18 +144,23 @@ def halve_and_double(flat: Tensor, ranks: list[int], group: Group, op: str) -> N
     exchange(group, send=(kept, partner), recv=(sent, partner))
 
 
-def time_s(algorithm: str, num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """Return the modelled time of an all-reduce: rounds * latency + bytes sent by one rank / bandwidth.
+ALL_REDUCE = {"tree": tree_all_reduce, "ring": ring_all_reduce, "doubling": halving_doubling_all_reduce}
 
-    algorithm: "tree", "ring" or "halving_doubling". The model has no contention: every rank has a link of its own.
+
+def time_s(algorithm: str, num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:
+    """Return the modelled time of an all-reduce: latency + bytes / bandwidth of a round, summed over its slowest chain.
+
+    algorithm: a name in `ALL_REDUCE`. Every rank has a link of its own, chunks are equal, and additions take no time.
     """
-    rounds = math.ceil(math.log2(num_ranks)) if num_ranks > 1 else 0
-    sent = num_bytes * (num_ranks - 1) / num_ranks
+    full_round_s = latency_s + num_bytes / bytes_per_s
     match algorithm:
         case "tree":
-            return 2 * rounds * (latency_s + num_bytes / bytes_per_s)
+            return 2 * math.ceil(math.log2(num_ranks)) * full_round_s
         case "ring":
-            return 2 * (num_ranks - 1) * latency_s + 2 * sent / bytes_per_s
-        case "halving_doubling":
-            return 2 * rounds * latency_s + 2 * sent / bytes_per_s
-    raise ValueError(f"no algorithm {algorithm!r}: possible are tree, ring and halving_doubling")
+            return 2 * (num_ranks - 1) * (latency_s + num_bytes / num_ranks / bytes_per_s)
+        case "doubling":
+            num_halvings = num_ranks.bit_length() - 1
+            sent = num_bytes * (1 - 1 / 2**num_halvings)
+            folding_s = 2 * full_round_s if num_ranks > 2**num_halvings else 0.0
+            return 2 * (num_halvings * latency_s + sent / bytes_per_s) + folding_s
+    raise ValueError(f"no algorithm {algorithm!r}: possible are {', '.join(ALL_REDUCE)}")

@@ -12,10 +12,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from minidist.comm import Groups, GroupSpec, all_gather_object
+from minidist.comm import Groups, GroupSpec, all_gather_object, all_reduce
 from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.parameters import Box, ParamSpec, flat_boxes, named_parameters
+from minidist.simple.collectives import ALL_REDUCE
 from minidist.simple.context_parallel import apply_context_parallel
 from minidist.simple.data_parallel import BucketedReducer, NaiveReducer, broadcast_model, register_gradient_hooks
 from minidist.simple.mixed_precision import COMPUTE_DTYPES, LossScaler, make_masters
@@ -130,7 +131,8 @@ def make_reducer(
         return stages[config.zero.stage](parameters, masters, blocks, groups["grads"])
     num_micro_batches = config.train.micro_batches
     if config.comm.gradients == "naive":
-        return NaiveReducer(parameters, masters, groups["grads"], num_micro_batches)
+        algorithm = {"backend": all_reduce, **ALL_REDUCE}[config.comm.algorithm]
+        return NaiveReducer(parameters, masters, groups["grads"], num_micro_batches, algorithm)
     bucket_bytes = int(config.comm.bucket_mib * 2**20)
     return BucketedReducer(parameters, masters, groups["grads"], num_micro_batches, bucket_bytes=bucket_bytes)
 

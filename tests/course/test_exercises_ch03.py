@@ -9,13 +9,14 @@ from exercises.catalogue import Catalogue
 from exercises.check import check
 from exercises.train import LearnerPiece
 from minidist.errors import RunError
-from tests.helpers.small_run import small_config, train_small, write_text
+from minidist.tools.launch.run import train_and_report
+from tests.helpers.small_run import small_config, write_text
 
 EXERCISES = Catalogue()
 ROUTED = {
-    "ring": ["ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"],
-    "tree": ["broadcast_tree"],
-    "doubling": ["recursive_doubling"],
+    "ring": ["ring_all_reduce"],
+    "tree": ["tree_broadcast"],
+    "doubling": ["halving_doubling"],
 }
 
 
@@ -35,9 +36,10 @@ def test_the_learners_pieces_reduce_the_gradients(ranks, tmp_path, algorithm):
     text = write_text(tmp_path)
 
     def config(name):
-        return small_config(tmp_path / name, text, train__steps=2, comm__algorithm=algorithm)
+        simple = {"engine": "simple", "comm__gradients": "naive", "comm__algorithm": algorithm}
+        return small_config(tmp_path / name, text, train__steps=2, **simple)
 
-    ranks(train_small, 3, config("package"))
+    ranks(train_and_report, 3, config("package"))
     ranks(train.train_with_pieces, 3, config("learner"), [piece(name) for name in ROUTED[algorithm]])
     assert len(losses(tmp_path / "learner")) == 2 and losses(tmp_path / "learner") == losses(tmp_path / "package")
     with pytest.raises(RunError, match="some rank never called"):
@@ -47,7 +49,7 @@ def test_the_learners_pieces_reduce_the_gradients(ranks, tmp_path, algorithm):
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 MESSAGES = {
-    ("broadcast_tree", "wrong_flat"): (
+    ("tree_broadcast", "wrong_flat"): (
         "number_of_rounds_is_minimal",
         [
             "rounds until the last rank has the tensor",
@@ -61,7 +63,7 @@ MESSAGES = {
         "sizes_that_do_not_divide",
         [
             "the sum of 3 elements",
-            "  for       all_reduce(tensor=[0.0, 3.0, 6.0], group=<Group>, op='sum')",
+            "  for       ring_all_reduce(tensor=[0.0, 3.0, 6.0], group=<Group>, op='sum')",
             "  rank      0 of 2",
             "  expected  [1.0, 8.0, 15.0]",
             "  got       [1.0, 8.0, 6.0]",

@@ -165,7 +165,6 @@ REFUSED = {
     "--parallel.schedule 1f1b or gpipe": {"mesh__pp": 2, "parallel__schedule": "interleaved"},
     "--parallel.schedule 1f1b": {"mesh__pp": 2, "parallel__schedule": "zb-h1", "recompute": "block"},
     "--optim.kind adamw or sgd": {"optim__kind": "muon"},
-    "--comm.algorithm backend": {"comm__algorithm": "ring"},
     "--no-compile": {"compile": True},
     "--recompute block": {"recompute": "selective"},
     "--precision.policy alone": {"precision__policy": "bf16", "precision__reduce": "bf16"},

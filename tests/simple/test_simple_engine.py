@@ -150,6 +150,7 @@ LAYOUTS = {
     "one rank": ({}, 1, {}),
     "dp2": ({"dp": 2}, 2, {}),
     "dp3 naive": ({"dp": 3}, 2, {"comm": {"gradients": "naive"}}),
+    "dp3 doubling": ({"dp": 3}, 2, {"comm": {"gradients": "naive", "algorithm": "doubling"}}),
     "dp4 weights shares": ({"dp": 4}, 2, {"data": {"weights": (1.0, 2.0, 0.5, 1.0), "shares": (1.0, 0.0, 2.0, 1.0)}}),
     "tp2": ({"tp": 2}, 1, {}),
     "tp4": ({"tp": 4}, 2, {}),

@@ -52,7 +52,7 @@ SWITCHED = {
     "one by one": (Layout(dp=2, tp=2, sequence=True), {"gradients": "naive"}),
     "buckets that no ring cuts evenly": (Layout(dp=4), {"model": ODD}),
     "untied": (Layout(pp=2, dp=2, schedule="zb-v"), {"tied": False}),
-    "tied over two": (Layout(pp=2, cp=2, schedule="1f1b", context="ring"), {"comm": {"algorithm": "ring"}}),
+    "tied over two": (Layout(pp=2, cp=2, schedule="1f1b", context="ring"), {}),
     "uneven": (Layout(dp=4), {"data": {"shares": (0.0, 3.0, 1.0, 2.0)}}),
     "fewer samples than parts": (Layout(dp=2, tp=2), {"train": {"global_batch": 9, "micro_batches": 4}}),
     "sgd": (Layout(cp=2, tp=2, context="ulysses", sequence=False), {"optim": {"kind": "sgd", "momentum": 0.0}}),
@@ -61,7 +61,6 @@ SWITCHED = {
     "one head": (Layout(dp=1, tp=4, sequence=False), {"model": SMALL}),
     "one head for the sequence": (Layout(dp=1, tp=4, sequence=True), {"model": SMALL}),
     "one head, ulysses": (Layout(cp=2, tp=2, sequence=True, context="ulysses"), {"model": SMALL}),
-    **{name: (Layout(dp=4), {"comm": {"algorithm": name}}) for name in ("naive", "tree", "doubling", "rabenseifner")},
 }
 
 

@@ -157,7 +157,6 @@ LAYOUTS = {
     "bf16": (3, {"precision__policy": "bf16"}),
     "stochastic rounding": (3, {"precision__policy": "bf16", "precision__master": "stochastic"}),
     "muon": (3, {"optim__kind": "muon"}),
-    "doubling": (3, {"comm__algorithm": "doubling"}),
 }
 
 

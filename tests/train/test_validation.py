@@ -74,6 +74,16 @@ from tests.helpers.small_run import with_changes
         ),
         (
             2,
+            {"comm__algorithm": "ring"},
+            r"comm.algorithm is ring, .* and engine is fast with comm.gradients bucketed: give --engine simple --comm.",
+        ),
+        (
+            2,
+            {"comm__algorithm": "tree", "engine": "simple"},
+            r"comm.algorithm is tree, .* engine is simple with comm.gradients bucketed: give --engine simple --comm.",
+        ),
+        (
+            2,
             {"precision__policy": "bf16", "comm__gradients": "naive"},
             r"comm.gradients is naive, which needs zero.stage 0 \(given: 0\) and .* \(given: precision.policy bf16\)",
         ),
@@ -194,7 +204,7 @@ def test_pointless_zero_stages_give_a_warning(ranks, changes, message):
         ({"optim__muon_steps": 4}, "optim.muon-steps 4 has no effect: optim.kind is adamw; it is for muon."),
         ({"optim__decay_fraction": 0.5}, "optim.decay-fraction 0.5 has no effect: optim.schedule is cosine"),
         ({"precision__initial_scale": 8.0}, "precision.initial-scale 8.0 has no effect: the loss is not scaled"),
-        ({"comm__algorithm": "ring"}, "comm.algorithm ring has no effect: dp x cp is 1"),
+        ({"comm__gradients": "naive"}, "comm.gradients naive has no effect: dp x cp is 1"),
         (
             {"optim__warmup_steps": 900, "train__steps": 300},
             "optim.warmup-steps is 900 and the run has 300 steps: the learning rate ends at 0.001 and never reaches",

@@ -11,7 +11,7 @@ from functools import cache
 from minidist.comm.group_specs import CONTROL
 from minidist.comm.wire_bytes import int8_chunk_bytes, sent_elements
 from minidist.precision.policy import PRECISION_BYTES
-from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix, ranks_with, replica_dp_coords
+from minidist.process_groups import group_specs, is_hidden_matrix, ranks_with, replica_dp_coords
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
 from minidist.tools.estimate.layout import DTYPE_BYTES, ModelChunk, RunLayout
@@ -19,7 +19,6 @@ from minidist.tools.estimate.saved_tensors import HIDDEN, SHARDED_HIDDEN, TOKENS
 from minidist.tools.estimate.shapes import Dimensions
 from minidist.tools.estimate.shards import LocalFlatParam, Operation
 from minidist.tools.estimate.states import LocalParameter
-from minidist.tools.network.algorithm_bytes import sent_elements_by_algorithm
 from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_owners
 
 
@@ -160,15 +159,9 @@ class Traffic:
         for (spec, name, elements, element_bytes), times in operations.items():
             group = self._groups[spec][rank]
             if len(group) > 1:
-                sent_elements = self._sent_elements(spec, name, elements, len(group), group.index(rank))
-                sent[spec] += times * element_bytes * sent_elements
+                sent_by_rank = sent_elements(name, elements, len(group), group.index(rank))
+                sent[spec] += times * element_bytes * sent_by_rank
         return dict(sent)
-
-    def _sent_elements(self, spec: str, name: str, elements: int, size: int, group_rank: int) -> int:
-        algorithm = self.layout.config.comm.algorithm
-        if spec in GRADIENT_GROUPS and algorithm != "backend":
-            return sent_elements_by_algorithm(name, algorithm, elements, size, group_rank)
-        return sent_elements(name, elements, size, group_rank)
 
     def _matrix_exchange(self, rank: int) -> Counter[Operation]:
         """The transfers around Muon's update: shards to the ranks that update a matrix, and updated shards back."""

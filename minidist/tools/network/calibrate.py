@@ -15,9 +15,15 @@ import numpy as np
 import torch
 
 from minidist.comm import collectives
-from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.group import Group
+from minidist.simple.collectives import (
+    ALL_REDUCE,
+    exchange,
+    ring_all_gather,
+    ring_reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
 from minidist.tools.network.cost import ZERO_COST, Cost, Link, collective_cost
 
 BACKEND = "backend"  # the library's own algorithm, whatever it is; modelled as the ring
@@ -92,21 +98,19 @@ def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]
     size, rank = group.size, group.rank
     whole, other, part = torch.ones(n // 4), torch.ones(n // 4), torch.ones(n // 4 // size)
     right, left = (rank + 1) % size, (rank - 1) % size
-    yield "round", "", lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])
+    yield "round", "", lambda: exchange(group, send=(whole, right), recv=(other, left))
     yield "add", "", lambda: torch.maximum(whole, other, out=whole)
     # The maximum: repeated sums would overflow.
-    arguments: dict[str, tuple] = {
-        "broadcast": (whole, 0, group),
-        "reduce": (whole, 0, group, "max"),
-        "all_gather": (other, part, group),
-        "reduce_scatter": (part, whole, group, "max"),
-        "all_reduce": (whole, group, "max"),
-        "all_to_all": (other, whole, group),
-    }
-    for name, algorithms in ALGORITHMS.items():
-        library = {BACKEND: getattr(collectives, name)} if hasattr(collectives, name) else {}
-        for algorithm, call in (algorithms | library).items():
-            yield name, algorithm, lambda call=call, name=name: call(*arguments[name])
+    yield "broadcast", "tree", lambda: tree_broadcast(whole, 0, group)
+    yield "broadcast", BACKEND, lambda: collectives.broadcast(whole, 0, group)
+    yield "reduce", "tree", lambda: tree_reduce(whole, 0, group, "max")
+    yield "all_gather", "ring", lambda: ring_all_gather(list(whole.split(len(part))), group)
+    yield "all_gather", BACKEND, lambda: collectives.all_gather(other, part, group)
+    yield "reduce_scatter", "ring", lambda: ring_reduce_scatter(list(whole.split(len(part))), group, "max")
+    yield "reduce_scatter", BACKEND, lambda: collectives.reduce_scatter(part, whole, group, "max")
+    for algorithm, all_reduce in {**ALL_REDUCE, BACKEND: collectives.all_reduce}.items():
+        yield "all_reduce", algorithm, lambda all_reduce=all_reduce: all_reduce(whole, group, "max")
+    yield "all_to_all", BACKEND, lambda: collectives.all_to_all(other, whole, group)
 
 
 def fit_link(samples: Iterable[TimedOperation]) -> Link:

@@ -11,8 +11,15 @@ doc/PERFORMANCE.md.
 
 from dataclasses import dataclass
 
-from minidist.comm.power_of_two import PowerOfTwoRanks
-from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
+# By operation, the algorithms of this model: those of `simple.collectives`, and the pairwise all-to-all of backends.
+MODELLED_ALGORITHMS = {
+    "broadcast": ("tree",),
+    "reduce": ("tree",),
+    "all_gather": ("ring",),
+    "reduce_scatter": ("ring",),
+    "all_reduce": ("tree", "ring", "doubling"),
+    "all_to_all": ("pairwise",),
+}
 
 
 @dataclass(frozen=True)
@@ -56,57 +63,34 @@ ZERO_COST = Cost(0, 0)
 def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
     """Return the modelled cost of one collective over `group_size` ranks: rounds, bytes sent and bytes reduced.
 
-    algorithm: one of `IMPLEMENTED_ALGORITHMS[operation]`. num_bytes: size of the tensor; for all_gather, reduce_scatter
+    algorithm: one of `MODELLED_ALGORITHMS[operation]`. num_bytes: size of the tensor; for all_gather, reduce_scatter
     and all_to_all the size of the full tensor, whose shards count as equal. Raises ValueError if the operation has no
     such algorithm.
     """
-    if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
-        raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")
+    if algorithm not in MODELLED_ALGORITHMS.get(operation, ()):
+        raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: possible are {MODELLED_ALGORITHMS}")
     if group_size == 1:
         return ZERO_COST
     # The full tensor in one round, without and with a reduction.
     pass_on, add = Cost(1, num_bytes), Cost(1, num_bytes, num_bytes)
     around, log = (group_size - 1) / group_size * num_bytes, tree_depth(group_size)
     match operation, algorithm:
-        case "broadcast", "flat":
-            return pass_on * (group_size - 1)  # one after the other through the root's link
         case "broadcast", "tree":
             return pass_on * log
-        case "reduce", "flat":
-            return add * (group_size - 1)
         case "reduce", "tree":
             return add * log
-        case "parameter_server_step", _:
-            return (add + pass_on) * (group_size - 1)
         case ("all_gather", "ring") | ("all_to_all", _):
             return Cost(group_size - 1, around)
         case "reduce_scatter", "ring":
             return Cost(group_size - 1, around, around)
-        case "all_reduce", "naive":
-            return add * (group_size - 1)
         case "all_reduce", "tree":
             return (add + pass_on) * log
         case "all_reduce", "ring":
             return Cost(2 * (group_size - 1), 2 * around, around)
-    return _halving_doubling_cost(operation, algorithm, PowerOfTwoRanks(group_size), num_bytes)
-
-
-def _halving_doubling_cost(operation: str, algorithm: str, active: PowerOfTwoRanks, num_bytes: float) -> Cost:
-    """Cost of recursive halving and doubling; folded ranks add a round before and a round after."""
-    log, folds = tree_depth(active.count), active.num_folded > 0
-    # Blocks of 1, 2, 4, ... active ranks are exchanged; the first active ranks represent the most ranks.
-    blocks = sum(active.rank(1 << k) for k in range(log)) / active.size * num_bytes
-    part, rest = num_bytes / active.size, (active.size - 1) / active.size * num_bytes
-    match operation, algorithm:
-        case "all_gather", _:
-            # The folded gets two messages: what is before its own part, and what is behind.
-            return Cost(log, blocks) + Cost(3, part + rest) * folds
-        case "reduce_scatter", _:
-            return Cost(log, blocks, blocks) + Cost(2, num_bytes + part, num_bytes) * folds
-        case "all_reduce", "doubling":
-            return Cost(1, num_bytes, num_bytes) * log + Cost(2, 2 * num_bytes, num_bytes) * folds
-    half = (active.count - 1) / active.count * num_bytes
-    return Cost(2 * log, 2 * half, half) + Cost(2, 2 * num_bytes, num_bytes) * folds
+    # Recursive halving and doubling over a power of two of ranks; the others are folded, in one round before and after.
+    rounds = group_size.bit_length() - 1
+    part = (1 - 1 / 2**rounds) * num_bytes
+    return Cost(2 * rounds, 2 * part, part) + (add + pass_on) * (group_size > 2**rounds)
 
 
 def hierarchical_all_reduce_seconds(
@@ -171,10 +155,10 @@ def bus_bandwidth(operation: str, group_size: int, num_bytes: float, seconds: fl
 def fastest_algorithm(operation: str, group_size: int, num_bytes: float, link: Link) -> str:
     """Return the name of the collective's algorithm with the lowest modelled time on `link`.
 
-    Of equally fast algorithms, the first in `IMPLEMENTED_ALGORITHMS[operation]`. num_bytes: as in `collective_cost`.
+    Of equally fast algorithms, the first in `MODELLED_ALGORITHMS[operation]`. num_bytes: as in `collective_cost`.
     """
     return min(
-        IMPLEMENTED_ALGORITHMS[operation],
+        MODELLED_ALGORITHMS[operation],
         key=lambda algorithm: collective_cost(operation, algorithm, group_size, num_bytes).seconds(link),
     )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from minidist.comm import collectives
-from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.group import GroupSpec, bind
 from minidist.comm.world import World
 from minidist.mesh import Mesh
+from minidist.simple.collectives import exchange
 from minidist.tools.shm.group import ShmGroup
 
 SMALL, LARGE = 4, 64 * 2**20  # bytes of float32
@@ -45,8 +45,8 @@ def measure_link_speed(world: World, large_bytes: int = LARGE, repeats: int = TU
     small, small_other = (torch.zeros(SMALL // 4, device=world.device) for _ in range(2))
     whole, other = (torch.zeros(large_bytes // 4, device=world.device) for _ in range(2))
     calls: dict[str, tuple[int, Callable[[], object]]] = {  # calls per turn, and the call
-        "small_message_s": (20, lambda: exchange(group, send=[(small, right)], recv=[(small_other, left)])),
-        "large_message_s": (1, lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])),
+        "small_message_s": (20, lambda: exchange(group, send=(small, right), recv=(small_other, left))),
+        "large_message_s": (1, lambda: exchange(group, send=(whole, right), recv=(other, left))),
         "small_all_reduce_s": (20, lambda: collectives.all_reduce(small, group)),
         "large_all_reduce_s": (1, lambda: collectives.all_reduce(whole, group)),
         "copy_s": (1, lambda: other.copy_(whole)),

@@ -53,10 +53,14 @@ MODES = {
 # In these a rank has the gradients and the loss of its own samples: only the parameters are those of one process.
 WITH_OWN_GRADIENTS = tuple(mode for mode in MODES if mode != "central")
 
-# How gradients are reduced, the ZeRO configuration, or the synchronization mode.
+# All-reduces of the simple engine, which its naive reducer calls.
+ALGORITHMS = ("tree", "ring", "doubling")
+
+# How gradients are reduced, the all-reduce algorithm, the ZeRO configuration, or the synchronization mode.
 GRADIENTS = {
     "bucketed": {},
     "naive": {},
+    **{algorithm: {} for algorithm in ALGORITHMS},
     **{mode: {} for mode in MODES},
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -119,11 +123,11 @@ class Case:
 
     ranks: the sizes of the model are multiples of this number. layers: the number of layers of the model. Cases with
     equal ranks and layers have the same model, and may share a reference run. The fields after `mesh_layout` are the
-    switches; SWITCHES lists their possible values. gradients: how gradients are reduced, the ZeRO stage, or the
-    synchronization mode; in those of WITH_OWN_GRADIENTS the optimizer is SGD alone, with a constant rate. tied:
-    whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all ranks start
-    with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume: whether the
-    run is stopped before step RESUME_AFTER and resumed from a checkpoint.
+    switches; SWITCHES lists their possible values. gradients: how gradients are reduced, the all-reduce algorithm, the
+    ZeRO stage, or the synchronization mode; in those of WITH_OWN_GRADIENTS the optimizer is SGD alone, with a constant
+    rate. tied: whether embedding and head are tied. padding, clip, empty_step: see `adjust_labels`. start: whether all
+    ranks start with equal parameters. shares: whether the data-parallel ranks have equal shares of the batch. resume:
+    whether the run is stopped before step RESUME_AFTER and resumed from a checkpoint.
     """
 
     ranks: int
@@ -268,7 +272,8 @@ class Case:
         parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
         ranks = layout.dp * layout.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
-        reduction = "naive" if self.gradients == "naive" else "bucketed"
+        algorithm = self.gradients if self.gradients in ALGORITHMS else "backend"
+        reduction = "naive" if algorithm != "backend" or self.gradients == "naive" else "bucketed"
         # The buckets are so small that there are several before and after that of the rarely used parameter.
         return Config(
             zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),
@@ -278,7 +283,7 @@ class Case:
             parallel=ParallelConfig(**{name: value for name, value in parallel.items() if value is not None}),
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
-            comm=CommConfig(gradients=reduction, bucket_mib=0.004),
+            comm=CommConfig(gradients=reduction, algorithm=algorithm, bucket_mib=0.004),
             consistency=MODES.get(self.gradients, ConsistencyConfig()),
             train=TrainConfig(
                 steps=STEPS,

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from minidist.errors import UserError
-from minidist.tools.parity.cases import HALF, MODES, SWITCHES, WITH_OWN_GRADIENTS, Case
+from minidist.tools.parity.cases import ALGORITHMS, HALF, MODES, SWITCHES, WITH_OWN_GRADIENTS, Case
 from minidist.tools.parity.cover import CaseFamily, Switches, pairwise_cover, value_pairs, value_pairs_in_case
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.validation import validate
@@ -124,7 +124,7 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
     rank's own norm; their resumption is tested elsewhere.
     """
     full = tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)
-    reductions = tuple(kind for kind in switches["gradients"] if kind not in WITH_OWN_GRADIENTS)
+    reductions = tuple(kind for kind in switches["gradients"] if kind not in (*WITH_OWN_GRADIENTS, *ALGORITHMS))
     kinds = tuple(kind for kind in reductions if kind not in ("naive", "central"))
     families = [
         {"dtype": full, "gradients": reductions, "engine": ("fast",)},
@@ -138,7 +138,10 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
 
 
 def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
-    """Which values of the switches the simple engine runs in a layout, and which of them go together; [] if none."""
+    """Which values of the switches the simple engine runs in a layout, and which of them go together; [] if none.
+
+    The all-reduce algorithms go with one value of each other switch.
+    """
     engine = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
     if _refusal(layout, **engine) is not None:
         return []
@@ -148,7 +151,7 @@ def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
         if name not in engine
     }
     full = tuple(dtype for dtype in accepted["dtype"] if dtype not in HALF)
-    reductions = tuple(kind for kind in accepted["gradients"] if kind not in WITH_OWN_GRADIENTS)
+    reductions = tuple(kind for kind in accepted["gradients"] if kind not in (*WITH_OWN_GRADIENTS, *ALGORITHMS))
     families = [
         {**accepted, "engine": ("simple",), "gradients": reductions, "dtype": full},
         {
@@ -160,6 +163,10 @@ def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
     ]
     if modes := tuple(kind for kind in accepted["gradients"] if kind in WITH_OWN_GRADIENTS):
         families.append({**families[0], "gradients": modes, **_ALONE})
+    if algorithms := tuple(kind for kind in accepted["gradients"] if kind in ALGORITHMS):
+        defaults = {name: values[:1] for name, values in accepted.items()}
+        micro_batches = switches["micro_batches"][-1:]
+        families.append({**defaults, "engine": ("simple",), "gradients": algorithms, "micro_batches": micro_batches})
     return families
 
 
@@ -216,10 +223,10 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
     """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
-    sharding more than two, the synchronization modes nothing but data parallelism."""
+    sharding more than two, the synchronization modes and all-reduce algorithms nothing but data parallelism."""
     if gradients == "asynchronous":  # several ranks train another way
         return layout.mesh.world_size == 1
-    if gradients in MODES:
+    if gradients in (*MODES, *ALGORITHMS):
         is_mean = gradients != "gossip" or layout.dp <= 3
         return 1 < layout.dp == layout.mesh.world_size and is_mean
     if gradients.endswith("hybrid"):

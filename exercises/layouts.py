@@ -25,6 +25,9 @@ ENGINE = ("--engine", "simple")
 # Options by the layout's name. {ranks}: the number of ranks. {shares}: one number for each rank, all different.
 LAYOUTS = {
     "naive": "--comm.gradients naive",
+    "tree": "--comm.gradients naive --comm.algorithm tree",
+    "ring": "--comm.gradients naive --comm.algorithm ring",
+    "doubling": "--comm.gradients naive --comm.algorithm doubling",
     "bucketed": "--comm.gradients bucketed",
     "shares": "--data.shares {shares}",
     "tensor": "--mesh.tp {ranks}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import Group, Groups
+from minidist.comm import Groups
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
@@ -162,5 +162,3 @@ def _reducer(
             return AsynchronousReducer(parameters, specs, groups, config)
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
-
-

@@ -35,7 +35,7 @@ You may call:
 
 Check it with: python -m exercises check data_parallel
 
-Stub 5d3b8d6d.
+Stub 617154be.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce, broadcast
 from minidist.simple.data_parallel import Tensors
+from minidist.simple.mixed_precision import copy_to_parameters
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
@@ -97,12 +98,9 @@ class NaiveReducer:
         """Collective: sum over the ranks what is not yet summed. Every rank takes part, one without data with zeros."""
         raise NotImplementedError("sum each parameter's gradient over the ranks")
 
-    @torch.no_grad()
     def update_parameters(self) -> None:
         """Copy the masters to the parameters, which rounds them to the parameters' dtype."""
-        for name, parameter in self.parameters.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        copy_to_parameters(self.masters, self.parameters)
 
     def gather_root(self) -> None:
         """Called before the first forward of a step or an evaluation: all parameters are here already (see `zero`)."""

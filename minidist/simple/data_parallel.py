@@ -56,17 +56,15 @@ class NaiveReducer:
     parameters: what the model computes with, by name. masters: what the optimizer updates, by name: the parameters
     themselves, or wider copies of them (`mixed_precision.make_masters`); gradients are summed in their dtype. group:
     the ranks that have the same parameters and different tokens. num_micro_batches: how many gradients of each
-    parameter come in a step. all_reduce: sums a gradient over the ranks, called as `all_reduce(tensor, group)`.
+    parameter come in a step.
 
     sums: for each master, the tensor that becomes its `.grad`. num_added: for each parameter, the number of gradients
     that this rank has added in this step.
     """
 
-    def __init__(
-        self, parameters: Tensors, masters: Tensors, group: Group, num_micro_batches: int = 1, all_reduce=all_reduce
-    ):
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, num_micro_batches: int = 1):
         self.parameters, self.masters, self.group = dict(parameters), dict(masters), group
-        self.num_micro_batches, self.all_reduce = num_micro_batches, all_reduce
+        self.num_micro_batches = num_micro_batches
         self.sums = self.allocate_sums()
         self.clear()
 
@@ -99,7 +97,7 @@ class NaiveReducer:
     def reduce_sums(self) -> None:
         """Collective: sum over the ranks what is not yet summed. Every rank takes part, one without data with zeros."""
         for total in self.sums.values():
-            self.all_reduce(total, self.group)
+            all_reduce(total, self.group)
 
     def update_parameters(self) -> None:
         """Copy the masters to the parameters, which rounds them to the parameters' dtype."""

@@ -12,13 +12,19 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from minidist.comm import Groups, GroupSpec, all_gather_object, all_reduce
+from minidist.comm import Group, Groups, GroupSpec, all_gather_object
 from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.parameters import Box, ParamSpec, flat_boxes, named_parameters
 from minidist.simple.collectives import ALL_REDUCE
 from minidist.simple.context_parallel import apply_context_parallel
-from minidist.simple.data_parallel import BucketedReducer, NaiveReducer, broadcast_model, register_gradient_hooks
+from minidist.simple.data_parallel import (
+    BucketedReducer,
+    NaiveReducer,
+    Tensors,
+    broadcast_model,
+    register_gradient_hooks,
+)
 from minidist.simple.mixed_precision import COMPUTE_DTYPES, LossScaler, make_masters
 from minidist.simple.pipeline import (
     PipelineExecutor,
@@ -117,6 +123,19 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     return parallel
 
 
+class AlgorithmReducer(NaiveReducer):
+    """Gradient reducer that sums by an all-reduce of `collectives`, in place of the backend's. algorithm: its name."""
+
+    def __init__(self, parameters: Tensors, masters: Tensors, group: Group, algorithm: str):
+        super().__init__(parameters, masters, group)
+        self.all_reduce = ALL_REDUCE[algorithm]
+
+    def reduce_sums(self) -> None:
+        """Collective: sum over the ranks, one parameter after the other."""
+        for total in self.sums.values():
+            self.all_reduce(total, self.group)
+
+
 def make_reducer(
     model: nn.Module, layers: range, masters: Mapping[str, Tensor], groups: Groups, config: Config
 ) -> NaiveReducer | ZeroStage1:
@@ -130,9 +149,10 @@ def make_reducer(
         stages = {1: ZeroStage1, 2: ZeroStage2, 3: partial(ZeroStage3, prefetch=config.zero.prefetch)}
         return stages[config.zero.stage](parameters, masters, blocks, groups["grads"])
     num_micro_batches = config.train.micro_batches
+    if config.comm.algorithm != "backend":
+        return AlgorithmReducer(parameters, masters, groups["grads"], config.comm.algorithm)
     if config.comm.gradients == "naive":
-        algorithm = {"backend": all_reduce, **ALL_REDUCE}[config.comm.algorithm]
-        return NaiveReducer(parameters, masters, groups["grads"], num_micro_batches, algorithm)
+        return NaiveReducer(parameters, masters, groups["grads"], num_micro_batches)
     bucket_bytes = int(config.comm.bucket_mib * 2**20)
     return BucketedReducer(parameters, masters, groups["grads"], num_micro_batches, bucket_bytes=bucket_bytes)
 

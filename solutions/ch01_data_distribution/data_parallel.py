@@ -59,6 +59,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce, broadcast
 from minidist.simple.data_parallel import Tensors
+from minidist.simple.mixed_precision import copy_to_parameters
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
@@ -127,12 +128,9 @@ class NaiveReducer:
         for total in self.sums.values():
             all_reduce(total, self.group)
 
-    @torch.no_grad()
     def update_parameters(self) -> None:
         """Copy the masters to the parameters, which rounds them to the parameters' dtype."""
-        for name, parameter in self.parameters.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        copy_to_parameters(self.masters, self.parameters)
 
     def gather_root(self) -> None:
         """Called before the first forward of a step or an evaluation: all parameters are here already (see `zero`)."""

@@ -106,11 +106,11 @@ def reduced_from_the_last_block_on(answer, world, network):
     reductions = Reductions(zero, network, world)
     for turn in ("first", "second"):
         where = f"in the {turn} micro-batch"
-        add(root)
         add(reversed(blocks[2][1:]))
         reductions.expect([], f"before the last gradient of block 2, {where}")
         add(blocks[2][:1])
         reductions.expect([2], f"after the last gradient of block 2, {where}")
+        add(root)
         add(blocks[0])
         reductions.expect([], f"after all gradients of block 0, and before those of block 1, {where}")
         add(blocks[1])

@@ -14,6 +14,7 @@ Usual wrong answers:
 * the package's own
 * every gradient of a block is one
 * reduces a block with its first gradient
+* reduces a complete block only if there are other gradients as well: never on a stage without a root
 * leaves a block that was complete before a later one until another gradient comes
 * does not begin again after a micro-batch: the gradients of later ones are never reduced
 * reduces whichever block is complete: ranks whose gradients come in another order wait for each other's blocks

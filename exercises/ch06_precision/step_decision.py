@@ -15,7 +15,7 @@ Example: 2 ranks with the losses 1.5 and 0.75, the squared norms 9.0 and 16.0, 8
     and both scales become 32. With loss=nan on one rank, overflowed=False, and both scales stay 64.
 
 Checked: every field on 1 to 4 ranks, for infinity and NaN of each rank in turn, norms of 1e140, parts that float32
-rounds, requests to stop, steps without tokens, with and without scaler; each scaler's scale and count of good steps;
+rounds, requests to stop, steps with 0 and 0.5 tokens, with and without scaler; each scaler's scale and its good steps;
 one all-reduce of at most four float64 numbers per step; that the scaler has not changed if it fails; and masters,
 parameters and momenta over nine steps of a training loop that follows your decision, equal bit for bit after a skip.
 

@@ -6,7 +6,7 @@ import math
 import torch
 
 from exercises.testing import Wrong, expect, expect_raises, test
-from minidist.comm import CommError, all_gather_object
+from minidist.comm import CommError
 from minidist.config import PrecisionConfig
 from minidist.precision.scaler import LossScaler
 from minidist.simple.mixed_precision import Decision
@@ -30,6 +30,9 @@ def plain(decision):
     if type(decision) is not Decision:
         raise Wrong("type", "the result must be a Decision", "Decision", type(decision).__name__)
     values = {name: getattr(decision, name) for name in FIELDS}
+    for name, value in values.items():
+        if type(value) not in (float, int, bool, type(None)):
+            raise Wrong("type", f"the type of {name}", "a number of Python", type(value).__name__)
     return {name: "nan" if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
@@ -40,12 +43,11 @@ def decided(loss, num_tokens, grad_norm, update_successful, is_finite, overflowe
 
 
 def expect_decision(answer, network, mine, wanted, case, num_tokens=8.0, scaler=None):
-    """Fail unless this rank's arguments (loss, squared norm, request) lead to the expected decision on all ranks."""
+    """Fail unless this rank's arguments (loss, squared norm, request) lead to the expected decision."""
     found = plain(answer.agree_on_step(*mine, num_tokens, scaler, network.group))
-    everywhere = all_gather_object(found, network.group)
-    for rank, each in enumerate(everywhere):
-        for name in FIELDS:
-            expect(f"{name} of rank {rank}'s decision", each[name], wanted[name], case=case)
+    for name in FIELDS:
+        off = 1e-12 if name == "grad_norm" else 0.0  # square roots may differ in the last bit
+        expect(f"{name} of this rank's decision", found[name], wanted[name], case=case, tolerance=off)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
@@ -71,6 +73,17 @@ def sums_the_parts_of_all_ranks(answer, world, network):
                 expect("the decision", got, wanted, case=case)
             else:
                 expect_decision(answer, network, mine, wanted, case)
+
+
+@test(points=1, ranks=(1, 2))
+def fractions_of_a_token(answer, world, network):
+    """A weighted number of tokens below 1 is a step like any other."""
+    for num_tokens in (0.5, 1.0):
+        scaler = make_scaler()
+        wanted = decided(float(world.size), num_tokens, math.sqrt(4.0 * world.size), True, True, False)
+        case = f"num_tokens {num_tokens}, a scaler that has had one of two good steps"
+        expect_decision(answer, network, (1.0, 4.0, False), wanted, case, num_tokens=num_tokens, scaler=scaler)
+        expect("the scale of this rank's scaler", scaler.scale, 128.0, case=case)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
@@ -186,10 +199,8 @@ def fp16_steps_of_all_ranks_or_none(answer, world, network):
         decision = side.step(answer, step, bad if rank == world.rank else None, network)
         done = (decision.update_successful, decision.overflowed, side.scaler.scale)
         wanted = (step not in spoiled, step in spoiled, float(scales[step]))
-        everywhere = all_gather_object(done, network.group)
         case = f"step {step + 1}" + f", rank {rank} has a gradient of {bad}" * (step in spoiled)
-        what = "of each rank: update_successful, overflowed, and the next scale"
-        expect(what, everywhere, [wanted] * world.size, case=case)
+        expect("update_successful, overflowed, and the next scale", done, wanted, case=case)
         if step in spoiled:
             expect("masters, parameters and momenta after a skipped step", side.tensors(), before, case=case)
             continue

@@ -24,6 +24,7 @@ Usual wrong answers:
 * returns without a message if there are no tokens, and requests to stop are lost
 * updates without tokens, which decays the weights
 * goes on with its own numbers when the message fails
+* fills the decision with tensors instead of numbers
 * sends the number of tokens and the scale as well, which all ranks know
 * a rank with an overflow halves its scale before the ranks agree, which nobody undoes if the message fails
 * sends float32, which rounds losses and overflows at norms that are finite
@@ -45,6 +46,7 @@ Usual wrong answers:
 * only the rank that was asked to stop stops, and the others wait for it
 * adds the ranks' norms instead of their squares
 * sees the overflow and updates
+* takes less than one weighted token for none
 * a decision of zeros
 """
 

@@ -1,6 +1,6 @@
 """Training with the learner's code: the simple trainer with the learner's passed functions in place of the package's.
 
-All of them are installed, in every run. Which are called depends on the layout: `layouts.toml` says which layout calls
+All of them are installed, in every run. Which are called depends on the layout: layouts.toml says which layout calls
 which, as counted. Without options that set a layout, the run takes the layout that calls most of them. At the end every
 rank reports its calls, and a small model shows that the layout, with the learner's code, equals one process.
 """

@@ -42,6 +42,8 @@ def make_case_like(config: "Config", ranks: int) -> "Case":
     gradients = f"zero{config.zero.stage}" if config.zero.stage else config.comm.gradients
     if mode != "synchronous":
         gradients = mode
+    if config.comm.algorithm != "backend":
+        gradients = f"all-reduce={config.comm.algorithm}"
     has_own_gradients = gradients in WITH_OWN_GRADIENTS
     [dtype] = [dtype for dtype, policy in POLICIES.items() if policy == config.precision.policy]
     values = {name: possible[0] for name, possible in SWITCHES.items()} | {

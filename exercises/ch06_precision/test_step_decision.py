@@ -146,14 +146,18 @@ def one_message(answer, world, network):
         payload = network.records[before].payload_bytes
         expect(f"at most 32 bytes, not {payload}", payload <= 32, True, case=case)
 
-    def broken(tensor, group, op, async_op):
-        raise CommError("all_reduce failed: Connection closed by peer")
-
-    scaler, group = make_scaler(), dataclasses.replace(network.group, algorithm=broken)
+    scaler, group = make_scaler(), dataclasses.replace(network.group, process_group=BrokenConnection())
     before = scaler.state_dict()
     for square in (4.0, INF):
         expect_raises(CommError, answer.agree_on_step, 1.0, square, False, 8.0, scaler, group)
         expect("the state of the scaler", scaler.state_dict(), before, case="the all-reduce fails")
+
+
+class BrokenConnection:
+    """A process group in which every all-reduce fails."""
+
+    def allreduce(self, tensors, options):
+        raise RuntimeError("Connection closed by peer")
 
 
 class Side:

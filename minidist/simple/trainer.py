@@ -104,6 +104,9 @@ class Trainer:
         """Return whether this rank asks for the end of the run: never; a subclass may override it."""
         return False
 
+    def check_resume(self, path: Path) -> None:
+        """Raise UserError if the run may not continue from a checkpoint: never; a subclass may override it."""
+
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:

@@ -62,9 +62,9 @@ def test_the_rank_that_loops_is_reported_from_those_that_wait_for_it(check_answe
 
 
 def test_the_rank_that_dies_is_reported_and_not_the_broken_connection(check_answer):
-    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace(
-        "all_reduce(total, group)",
-        "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
+    text = stubs.solution_code(GRADIENTS).replace(
+        "all_reduce(total, self.group)",
+        "if self.group.rank: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, self.group)",
     )
     finding = check_answer(GRADIENTS, text, only=["unused_parameters"]).results[0].finding
     assert (finding.kind, finding.rank) == ("died", 1)
@@ -72,8 +72,8 @@ def test_the_rank_that_dies_is_reported_and_not_the_broken_connection(check_answ
 
 
 def test_ranks_that_call_different_things_are_reported(check_answer):
-    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace(
-        "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
+    text = stubs.solution_code(GRADIENTS).replace(
+        "all_reduce(total, self.group)", "all_reduce(torch.ones(total.numel() + self.group.rank), self.group)"
     )
     verdict = check_answer(GRADIENTS, text, only=["unused_parameters"])
     assert verdict.results[0].finding.kind in ("deadlock", "network", "died", "raised")

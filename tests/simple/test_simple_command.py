@@ -185,7 +185,9 @@ REFUSED = {
         "consistency__reset_moments": True,
     },
     "--fault.no-live-recovery": {"fault__live_recovery": True},
-    "no --fault.inject": {"fault__inject": "kill rank 1 at step 3 in update"},
+    'no --fault.inject, or one like "flip rank 1 at step 3 in gather"': {
+        "fault__inject": "kill rank 1 at step 3 in update"
+    },
     "--fault.digest-every 0": {"consistency__mode": "local", "consistency__h": 2, "fault__digest_every": 2},
     "--train.max-skipped-steps 0": {"train__max_skipped_steps": 2},
     "--checkpoint.keep-every 0": {"checkpoint__keep_every": 2},

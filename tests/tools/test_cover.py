@@ -32,7 +32,7 @@ IMPOSSIBLE |= {
     )
 }
 # What the simple engine leaves out.
-ALGORITHMS = ("tree", "ring", "doubling")
+ALGORITHMS = ("all-reduce=tree", "all-reduce=ring", "all-reduce=doubling")
 SIMPLE_GRADIENTS = {"bucketed", "zero1", "zero2", "zero3", "zero3-freed", "naive", "local", "diloco", *ALGORITHMS}
 IMPOSSIBLE |= {("gradients", kind, "engine", "simple") for kind in {*SWITCHES["gradients"]} - SIMPLE_GRADIENTS}
 IMPOSSIBLE |= {("optimizer", "muon", "engine", "simple"), ("recompute", "selective", "engine", "simple")}

@@ -71,10 +71,9 @@ class SimpleTrainer(Trainer):
         self.start_notes += run.describe_unfinished_saves()
         return run.path, list(run.checkpoints)
 
-    def load(self, path: Path) -> None:
-        """Collective: continue from a checkpoint, if a run of these options may."""
+    def check_resume(self, path: Path) -> None:
+        """Collective: raise UserError if a run of these options may not continue from a checkpoint."""
         changed = on_all_ranks(partial(self._check_resumable, path), self.control)[self.world.rank]
-        super().load(path)
         self.start_notes += [
             f"--{option.name} is {option.now}; it was {option.before} until step {self.progress.step}"
             for option in changed

@@ -53,8 +53,8 @@ MODES = {
 # In these a rank has the gradients and the loss of its own samples: only the parameters are those of one process.
 WITH_OWN_GRADIENTS = tuple(mode for mode in MODES if mode != "central")
 
-# All-reduces of the simple engine, which its naive reducer calls.
-ALGORITHMS = ("tree", "ring", "doubling")
+# All-reduces of the simple engine, by how a row names them: "ring" is a kind of attention.
+ALGORITHMS = {f"all-reduce={algorithm}": algorithm for algorithm in ("tree", "ring", "doubling")}
 
 # How gradients are reduced, the all-reduce algorithm, the ZeRO configuration, or the synchronization mode.
 GRADIENTS = {
@@ -272,7 +272,7 @@ class Case:
         parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
         ranks = layout.dp * layout.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
-        algorithm = self.gradients if self.gradients in ALGORITHMS else "backend"
+        algorithm = ALGORITHMS.get(self.gradients, "backend")
         reduction = "naive" if algorithm != "backend" or self.gradients == "naive" else "bucketed"
         # The buckets are so small that there are several before and after that of the rarely used parameter.
         return Config(

@@ -24,7 +24,7 @@ from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.chaos.injector import flip_bit_of_first_element
 from minidist.train import run_folder
 from minidist.train.observer import Observer
-from minidist.train.resume import ChangedOption, check_resumable
+from minidist.train.resume import check_resumable
 from minidist.train.trainer import without_run_options
 from minidist.validation import validate
 
@@ -73,19 +73,17 @@ class SimpleTrainer(Trainer):
 
     def check_resume(self, path: Path) -> None:
         """Collective: raise UserError if a run of these options may not continue from a checkpoint."""
-        changed = on_all_ranks(partial(self._check_resumable, path), self.control)[self.world.rank]
-        self.start_notes += [
-            f"--{option.name} is {option.now}; it was {option.before} until step {self.progress.step}"
-            for option in changed
-        ]
+        self.start_notes += on_all_ranks(partial(self._describe_changed_options, path), self.control)[self.world.rank]
 
-    def _check_resumable(self, path: Path) -> list[ChangedOption]:
-        changed = check_resumable(read_index(path), self.config, self.corpus)
+    def _describe_changed_options(self, path: Path) -> list[str]:
+        index = read_index(path)
+        changed = check_resumable(index, self.config, self.corpus)
         if converted := [option.name for option in changed if option.name.startswith("precision.")]:
             raise UserError(
                 f"{path} has another --{converted[0]}, and the simple engine converts no dtypes: give --engine fast."
             )
-        return changed
+        step = index.state["step"]
+        return [f"--{option.name} is {option.now}; it was {option.before} until step {step}" for option in changed]
 
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank has received a signal; return a summary of the run."""

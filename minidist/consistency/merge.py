@@ -19,7 +19,7 @@ from minidist.config import Config, ConsistencyConfig
 from minidist.hashing import hash64
 from minidist.parallel.data.reducer import GradientReducer
 
-Result = TypeVar("Result")  # a `minidist.train.agree.StepResult`
+Result = TypeVar("Result")  # a `minidist.train.step_result.StepResult`
 
 
 class _MergedTensors:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minidist.errors import DamagedError, MisfitError, RunError, UserError
 from minidist.fault import folders, shards
-from minidist.fault.agree import ErrorOnAnyRank, GatherObjects, gather_single_rank, run_on_all_ranks
+from minidist.fault.collective_errors import ErrorOnAnyRank, GatherObjects, gather_single_rank, run_on_all_ranks
 from minidist.fault.index import (
     INDEX_NAME,
     FileEntry,

@@ -1,7 +1,7 @@
 """Dynamic loss scaling: multiply the loss, so that fp16 gradients do not underflow (below 6e-8), and unscale them.
 
 Micikevicius et al. 2018 (arXiv 1710.03740, section 3.2), with the rules of torch.amp.GradScaler. The caller reports
-overflow after a reduction over all ranks (`train.agree`), so all ranks keep the same scale.
+overflow after a reduction over all ranks (`train.step_result`), so all ranks keep the same scale.
 """
 
 import math

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from minidist.errors import RunError
 from minidist.tools.replica_digest import ReplicaCheck, ReplicatedTensor, format_differences
-from minidist.train.agree import StepResult
 from minidist.train.checkpoint_state import OPTIMIZER, PARAMETERS
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer
 
 

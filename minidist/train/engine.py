@@ -29,10 +29,10 @@ from minidist.data.loader import Batch
 from minidist.learning_rate import learning_rate
 from minidist.parallelize import ParallelModel
 from minidist.parameters import named_parameters
-from minidist.train.agree import StepResult, agree_on_step
 from minidist.train.forward_backward import ForwardBackward
 from minidist.train.loss import all_reduce_token_count
 from minidist.train.optimizer import make_optimizer, set_learning_rate
+from minidist.train.step_result import StepResult, agree_on_step
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minidist.data.corpus import Corpus
 
 if TYPE_CHECKING:
-    from minidist.train.agree import StepResult
+    from minidist.train.step_result import StepResult
     from minidist.train.trainer import Trainer
 
 

@@ -20,8 +20,8 @@ from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import DamagedError, MisfitError, RunError, UserError, format_count
 from minidist.fault import checkpoint, folders
-from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.checkpoint import CheckpointSaver
+from minidist.fault.collective_errors import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.index import Index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.learning_rate import learning_rate
@@ -29,11 +29,11 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.train import checkpoint_state, run_folder
-from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.resume import ChangedOption, check_resumable, inherit_options, load_first_intact
 from minidist.train.same_program import check_same_program
+from minidist.train.step_result import SkippedSteps, StepResult
 from minidist.validation import validate
 
 Result = TypeVar("Result")

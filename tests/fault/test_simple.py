@@ -11,8 +11,8 @@ from torch import nn
 
 from minidist.comm import CommError, GroupSpec, all_gather_object, all_reduce, bind, bind_all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault.agree import ErrorOnAnyRank
 from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
+from minidist.fault.collective_errors import ErrorOnAnyRank
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
 from minidist.fault.simple import agreement

@@ -17,7 +17,7 @@ from minidist.tools.console.loss_plot import draw_loss, place_baseline_labels
 from minidist.tools.console.metrics import mfu
 from minidist.tools.console.reporter import RunReporter
 from minidist.tools.console.sample_text import decode_printable
-from minidist.train.agree import StepResult
+from minidist.train.step_result import StepResult
 from tests.helpers.small_run import make_trainer, small_config, write_text
 
 ROW = {

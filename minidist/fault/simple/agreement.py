@@ -1,7 +1,7 @@
 """One training step that all ranks make or none, and a comparison of their replicas (7.5, 7.6).
 
-Restrictions: data parallelism only, and one sample per micro-batch. The fast version is `minidist.train.agree`; the
-option `fault.digest_every` compares digests.
+Restrictions: data parallelism only, and one sample per micro-batch. The fast version is `minidist.train.step_result`;
+the option `fault.digest_every` compares digests.
 """
 
 import hashlib

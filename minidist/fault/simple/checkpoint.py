@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minidist.comm import Group, bind_all_gather_object
 from minidist.errors import DamagedError, UserError
-from minidist.fault.agree import run_on_all_ranks
+from minidist.fault.collective_errors import run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard, shard_key, shards_to_save
 from minidist.parameters import Box

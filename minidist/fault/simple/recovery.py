@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 from minidist.comm import CommError, Group, all_gather_object, broadcast
-from minidist.fault.agree import ErrorOnAnyRank
+from minidist.fault.collective_errors import ErrorOnAnyRank
 from minidist.fault.disk import Disk
 from minidist.fault.simple.agreement import train_step
 from minidist.fault.simple.checkpoint import save

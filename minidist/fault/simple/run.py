@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_gather_object, bind_all_gather_object
-from minidist.fault.agree import ErrorOnAnyRank, run_on_all_ranks
+from minidist.fault.collective_errors import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import DTYPES, TensorShard
 from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index

@@ -25,9 +25,9 @@ from minidist.tools.console.reporter import make_start_row, open_metrics_file
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.job import Replacement
 from minidist.tools.recovery.live_recovery import train_with_recovery
-from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
 from minidist.train.run_folder import CHECKPOINTS
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer, train
 
 TOLERANCE = 1e-6  # nats: between the losses of two layouts in float32

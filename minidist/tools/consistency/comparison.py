@@ -23,8 +23,8 @@ from minidist.tools.consistency.virtual_run import train_on_virtual_clock
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.launch import RankServer
 from minidist.tools.simulate.failures import Phase
-from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer, train
 
 PRELOAD = ("torch._dynamo", "safetensors.torch", __name__)

@@ -1,6 +1,6 @@
 """The display of a run as plain lines, for a file or a pipe."""
 
-from minidist.train.agree import StepResult
+from minidist.train.step_result import StepResult
 
 MB = 1e6
 

@@ -17,7 +17,7 @@ from minidist.tools.console.lines import (
     format_grad_norm,
     format_loss,
 )
-from minidist.train.agree import StepResult
+from minidist.train.step_result import StepResult
 
 _LANE_WIDTH = 24
 _SPARKS = "▁▂▃▄▅▆▇█"

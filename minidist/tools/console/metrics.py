@@ -15,7 +15,7 @@ from minidist.learning_rate import learning_rate
 from minidist.precision.policy import TORCH_NAMES, resolve_policy
 from minidist.tools.console.straggler import StragglerDetector
 from minidist.tools.estimate.flops import flops_per_token
-from minidist.train.agree import StepResult
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer
 
 # Dense peak of one GPU in FLOP/s, from the makers' data sheets (SXM parts; sparse figures are twice these).

@@ -21,10 +21,10 @@ from minidist.tools.console.metrics import StepMetrics
 from minidist.tools.console.metrics_file import MetricsFile
 from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
-from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
 from minidist.train.resume import parse_checkpoint_config
 from minidist.train.run_folder import find_run_folder
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer, without_run_options
 
 _PROMPT_TOKENS = 48

@@ -20,8 +20,8 @@ from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars, format
 from minidist.tools.memory.breakdown import PeakByKind, make_engine_tensor_lister
 from minidist.tools.memory.storages import MemoryPeak
 from minidist.tools.output_files import check_memory_files, write_atomically
-from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
+from minidist.train.step_result import StepResult
 from minidist.train.trainer import Trainer
 
 _DRAWN = 16  # ranks; with more, the rank with the highest peak of each stage

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minidist.errors import RunError
-from minidist.fault.agree import GatherObjects
+from minidist.fault.collective_errors import GatherObjects
 from minidist.fault.shards import SavedPart, SavedTensor, TensorShard, check_covered, plan_reads
 from minidist.parameters import Box
 

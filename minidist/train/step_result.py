@@ -13,7 +13,7 @@ import torch
 
 from minidist.comm import Group, all_reduce
 from minidist.errors import RunError, format_ranks
-from minidist.fault.agree import GatherObjects
+from minidist.fault.collective_errors import GatherObjects
 from minidist.precision.scaler import LossScaler
 
 

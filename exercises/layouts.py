@@ -47,6 +47,7 @@ LAYOUTS = {
     "recompute": "--recompute block",
     "repair": "--fault.digest-every 1 --fault.repair --fault.inject 'flip rank 1 at step 1 in gather'",
 }
+RESUMED = "resumed"  # not a layout: what only a run that resumes from a checkpoint calls
 MIN_RANKS = {"repair": 3}  # a majority of equal replicas; all others run on two ranks
 LAYOUT_PRELOAD = ("minidist.tools.launch.run",)  # modules for the ranks that count calls
 _FILE = ROOT / "exercises" / "layouts.toml"
@@ -78,6 +79,11 @@ def read_layouts(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     return {name: tuple(table.get(name, ())) for name in LAYOUTS}
 
 
+def read_resumed(root: Path = ROOT) -> tuple[str, ...]:
+    """Return the names of the exercises that only a run that resumes from a checkpoint calls, in any layout."""
+    return tuple(tomllib.loads((root / "exercises" / _FILE.name).read_text()).get(RESUMED, ()))
+
+
 def layouts_that_call(exercise: str, layouts: dict[str, tuple[str, ...]]) -> list[str]:
     """Return the names of the layouts that call an exercise's function, in their order."""
     return [name for name, called in layouts.items() if exercise in called]
@@ -95,7 +101,7 @@ def count_calls(
 ) -> dict[str, list[str]]:
     """Run layouts with all solutions in the simple trainer; return the exercises that each calls, in their order.
 
-    Every run saves a checkpoint, and a second one resumes from it.
+    Every run saves a checkpoint, and a second one resumes from it: RESUMED has what only the second runs call.
     """
     from minidist.tools.cli import parse_train_options
 
@@ -104,27 +110,31 @@ def count_calls(
         for each in catalogue.values()
         if each.kind == "piece"
     ]
-    found = {}
+    found, in_second_runs = {}, set()
     with tempfile.TemporaryDirectory(prefix="minidist-layouts-") as folder:
         for name in names:
             ranks = max(_RANKS, MIN_RANKS.get(name, 1))
             options = [*ENGINE, *_MODEL, *layout_options(name, ranks), "--folder", f"{folder}/{name}"]
             steps = [["--train.steps", str(number)] for number in (_STEPS, _RESUMED_STEPS)]
             configs = [parse_train_options([*options, *words, "--checkpoint.resume", "auto"])[0] for words in steps]
-            called = set().union(*server.run(_train_and_count, ranks, (configs, pieces), threads=1).values)
+            by_rank = server.run(_train_and_count, ranks, (configs, pieces), threads=1).values
+            called, called_later = (set().union(*of_run) for of_run in zip(*by_rank, strict=True))
             found[name] = [each for each in catalogue if each in called]
-    return found
+            in_second_runs |= called_later - called
+    return {**found, RESUMED: [each for each in catalogue if each in in_second_runs]}
 
 
-def _train_and_count(world: "World", configs: Sequence["Config"], pieces: Sequence[LearnerPiece]) -> set[str]:
-    """Train with these pieces, one run after the other; return the names of those that this rank has called."""
+def _train_and_count(world: "World", configs: Sequence["Config"], pieces: Sequence[LearnerPiece]) -> list[set[str]]:
+    """Train with these pieces, one run after the other; return the names of those that this rank called in each."""
     from minidist.tools.launch.run import train_and_report
 
-    calls = install_pieces(pieces)
+    calls, found = install_pieces(pieces), []
     with contextlib.redirect_stdout(io.StringIO()):
         for config in configs:
+            calls.clear()
             train_and_report(world, config)
-    return set(calls)
+            found.append(set(calls))
+    return found
 
 
 def write_layouts(found: dict[str, list[str]], root: Path = ROOT) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from exercises.catalogue import Exercise
-from exercises.layouts import ENGINE, MIN_RANKS, layout_options, layouts_that_call, read_layouts
+from exercises.layouts import ENGINE, MIN_RANKS, layout_options, layouts_that_call, read_layouts, read_resumed
 from exercises.learner_pieces import LearnerPiece, install_pieces
 from minidist.errors import RunError, UserError, format_count
 
@@ -71,8 +71,9 @@ def choose_cases(exercise: Exercise, ranks: int, max_cases: int = MAX_CASES) -> 
     from minidist.tools.cli import parse_train_options
     from minidist.tools.parity.plan import list_cases, plan_cases
 
-    names = layouts_that_call(exercise.name, read_layouts(exercise.root))
-    if not names:
+    names, planned = layouts_that_call(exercise.name, read_layouts(exercise.root)), plan_cases(ranks, engine="simple")
+    is_for_resumption = exercise.name in read_resumed(exercise.root)
+    if not names and not is_for_resumption:
         reason = exercise.route.partition(": ")[2] or "it is on the way of no layout"
         raise UserError(f"no training run calls {exercise.name}, so there is nothing to compare: {reason}")
     calling = [
@@ -82,8 +83,8 @@ def choose_cases(exercise: Exercise, ranks: int, max_cases: int = MAX_CASES) -> 
     ]
     chosen = [
         case
-        for case in list_cases(plan_cases(ranks, engine="simple"))
-        if any(_is_like(case, other) for other in calling)
+        for case in list_cases(planned)
+        if (is_for_resumption and case.resume) or any(_is_like(case, other) for other in calling)
     ]
     if not chosen:
         raise UserError(f"no parity case on {ranks} ranks calls {exercise.name}; give another --ranks")

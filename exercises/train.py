@@ -18,6 +18,7 @@ from exercises.layouts import (
     layouts_that_call,
     option_names,
     read_layouts,
+    read_resumed,
 )
 from exercises.learner_pieces import LearnerPiece, install_pieces, read_piece
 from exercises.work import Work
@@ -122,14 +123,24 @@ def format_calls(pieces: Sequence[LearnerPiece], calls_by_rank: Sequence[dict[st
     counts = {piece.name: [calls.get(piece.name, 0) for calls in calls_by_rank] for piece in pieces}
     lines = ["your code trained this model; calls on each rank:"]
     lines += [f"  {name:<26}" + " ".join(f"{n:>8,}" for n in row) for name, row in counts.items() if any(row)]
-    layouts = read_layouts()
+    elsewhere: dict[str, list[str]] = {}
     for name, row in counts.items():
         if not any(row):
-            others = layouts_that_call(name, layouts)
-            ranks = max(len(calls_by_rank), MIN_RANKS.get(others[0], 1)) if others else 0
-            where = f"--ranks {ranks} {shlex.join(layout_options(others[0], ranks))}" if others else "no layout"
-            lines.append(f"  {name:<26} not called here; by {where}")
-    return lines
+            elsewhere.setdefault(_where_called(name, len(calls_by_rank)), []).append(name)
+    if elsewhere:
+        lines.append("not called here, but with these options:")
+    return lines + [f"  {where}: {', '.join(names)}" for where, names in elsewhere.items()]
+
+
+def _where_called(exercise: str, num_ranks: int) -> str:
+    """Return the options of a layout that calls an exercise's function."""
+    if exercise in read_resumed():
+        return "--checkpoint.resume auto, in a --folder with a checkpoint"
+    name = next(iter(layouts_that_call(exercise, read_layouts())), None)
+    if name is None:
+        return "none"
+    ranks = max(num_ranks, MIN_RANKS.get(name, 1))
+    return f"--ranks {ranks} {shlex.join(layout_options(name, ranks))}"
 
 
 def _format_choices(used: Sequence[Exercise], left_out: dict[str, str]) -> list[str]:

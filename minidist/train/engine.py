@@ -9,7 +9,7 @@ The phases, in the order in which `Engine.step` reads:
 * reduce: the gradient reducer completes the reductions that it launched inside backward: this rank then holds the
   gradient of the global batch, or its shards;
 * agree: one small vector is summed over all ranks, so that all clip by the same norm, and step, skip or stop together
-  (`agree.py`);
+  (`step_result.py`);
 * update: clip, then run the optimizer. No parameter is written before this line;
 * merge: if replicas train by themselves, in some steps (`minidist.consistency.merge`);
 * gather: under ZeRO every rank has updated its shards; now all ranks get all parameters.

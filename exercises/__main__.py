@@ -443,7 +443,7 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
             start_s, before = time.perf_counter(), len(gate.problems)
             gate.run([exercise])
             state = "red" if len(gate.problems) > before else "green"
-            print(f"{exercise.name:<26}{state:<6}{time.perf_counter() - start_s:6.1f} s", flush=True)
+            print(f"{exercise.name:<28}{state:<6}{time.perf_counter() - start_s:6.1f} s", flush=True)
     if not chosen:
         gate.run([])
     print("\n".join(gate.problems) or f"{format_count(gate.checked, 'exercise')}, all green")

@@ -205,7 +205,7 @@ def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
 def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
     assert main(["gate", "strided_partition"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("strided_partition         green") and out.endswith("1 exercise, all green\n")
+    assert out.startswith("strided_partition           green") and out.endswith("1 exercise, all green\n")
     assert main(["--root", str(tmp_path), "gate"]) == 1
     assert capsys.readouterr().out == "no exercise was checked\n"
 

@@ -19,7 +19,7 @@ from minidist.simple.data_parallel import BucketedReducer, NaiveReducer
 from minidist.simple.mixed_precision import LossScaler, agree_on_step, copy_to_parameters, make_masters
 from minidist.simple.pipeline import TiedGradient
 from minidist.simple.zero import ZeroStage1
-from minidist.train import agree as fast
+from minidist.train import step_result as fast
 
 
 def test_masters_are_the_unrounded_initial_values():

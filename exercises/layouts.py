@@ -69,8 +69,8 @@ def layout_options(name: str, ranks: int) -> list[str]:
 
 def option_names() -> set[str]:
     """Return the names of all options that set a layout, such as "mesh.tp"."""
-    words = (word.removeprefix("--") for options in LAYOUTS.values() for word in options.split())
-    return {word for word in words if "." in word and not word.startswith("train.")} | {"recompute"}
+    words = (word for options in LAYOUTS.values() for word in options.split())
+    return {word[2:] for word in words if word.startswith("--") and not word.startswith("--train.")}
 
 
 def read_layouts(root: Path = ROOT) -> dict[str, tuple[str, ...]]:

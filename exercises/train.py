@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from minidist.comm import World
     from minidist.config import Config
 
+_RESUMED = "--checkpoint.resume auto, in a --folder with a checkpoint"
+
 
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
@@ -123,20 +125,20 @@ def format_calls(pieces: Sequence[LearnerPiece], calls_by_rank: Sequence[dict[st
     counts = {piece.name: [calls.get(piece.name, 0) for calls in calls_by_rank] for piece in pieces}
     lines = ["your code trained this model; calls on each rank:"]
     lines += [f"  {name:<26}" + " ".join(f"{n:>8,}" for n in row) for name, row in counts.items() if any(row)]
+    layouts, resumed = read_layouts(), read_resumed()
     elsewhere: dict[str, list[str]] = {}
     for name, row in counts.items():
         if not any(row):
-            elsewhere.setdefault(_where_called(name, len(calls_by_rank)), []).append(name)
+            where = _RESUMED if name in resumed else _layout_that_calls(name, layouts, len(calls_by_rank))
+            elsewhere.setdefault(where, []).append(name)
     if elsewhere:
         lines.append("not called here, but with these options:")
     return lines + [f"  {where}: {', '.join(names)}" for where, names in elsewhere.items()]
 
 
-def _where_called(exercise: str, num_ranks: int) -> str:
-    """Return the options of a layout that calls an exercise's function."""
-    if exercise in read_resumed():
-        return "--checkpoint.resume auto, in a --folder with a checkpoint"
-    name = next(iter(layouts_that_call(exercise, read_layouts())), None)
+def _layout_that_calls(exercise: str, layouts: dict[str, tuple[str, ...]], num_ranks: int) -> str:
+    """Return the options of the first layout that calls an exercise's function."""
+    name = next(iter(layouts_that_call(exercise, layouts)), None)
     if name is None:
         return "none"
     ranks = max(num_ranks, MIN_RANKS.get(name, 1))

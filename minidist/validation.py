@@ -55,7 +55,7 @@ def validate(config: Config, world_size: int) -> Mesh:
         _validate_compile(config, mesh)
         _validate_consistency(config, mesh)
         _validate_zero(config, mesh)
-        _validate_engine(config, mesh)
+        _validate_engine(config)
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
             config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence_parallel=how.sequence
@@ -385,8 +385,8 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
 _Restrictions = tuple[tuple[bool, str, str], ...]
 
 
-def _validate_engine(config: Config, mesh: Mesh) -> None:
-    """Raise UserError if another engine than the fast one is chosen, and cannot run this mesh or these options."""
+def _validate_engine(config: Config) -> None:
+    """Raise UserError if the engine cannot run these options."""
     # Each round of these algorithms waits for the one before, so nothing would overlap with backward.
     if config.comm.algorithm != "backend" and (config.engine, config.comm.gradients) != ("simple", "naive"):
         raise UserError(

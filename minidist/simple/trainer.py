@@ -105,7 +105,7 @@ class Trainer:
         return False
 
     def check_resume(self, path: Path) -> None:
-        """Raise UserError if the run may not continue from a checkpoint: never; a subclass may override it."""
+        """Collective: raise UserError if the run may not continue from a checkpoint: never; a subclass may override."""
 
     # -- the run ------------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
 
 
 def require_same_run(trainer: "Trainer", path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError unless `state`, the JSON state in a checkpoint, has the trainer's number of replicas and text."""
+    """Collective: raise UserError unless `state`, a checkpoint's, has the trainer's number of replicas and its text."""
     trainer.check_resume(path)
     saved, replicas = state["replicas"], trainer.config.num_replicas(trainer.mesh)
     if saved != replicas:

@@ -43,11 +43,8 @@ class SimpleTrainer(Trainer):
     ):
         validate(config, world.size)
         self.stop_request = stop
-        flip = None if config.fault.inject is None else parse_fault(config.fault.inject, world.size)
-        self.fault = flip and (
-            flip.rank,
-            flip.step,
-        )  # after which a bit of a parameter changes; validate refuses others
+        inject = config.fault.inject
+        self.bit_flip = None if inject is None else parse_fault(inject, world.size)  # `validate` accepts no other fault
         self.start_notes: list[str] = []
         self._unwritable: set[str] = set()
         self._is_started = False
@@ -103,9 +100,9 @@ class SimpleTrainer(Trainer):
             for observer in self.observers:
                 around.enter_context(observer.step_context(self))
             decision = super().step()
-        if self.fault == (self.world.rank, self.progress.step):
+        flip = self.bit_flip
+        if flip is not None and (flip.rank, flip.step) == (self.world.rank, self.progress.step):
             flip_bit_of_first_element(max(self.engine.model.parameters(), key=Tensor.numel))
-            self.fault = None
         return decision
 
     def save(self) -> None:

@@ -11,10 +11,17 @@ from pathlib import Path
 import torch
 
 from bench import command_line
+from minidist.checkpoint.index import INDEX_NAME, FileEntry, format_index, format_tensors, read_index_file
+from minidist.checkpoint.shards import (
+    Plan,
+    TensorShard,
+    make_tensor_shards,
+    merge_plans,
+    plan_local_shards,
+    shards_to_save,
+)
 from minidist.config import ZeroConfig
 from minidist.errors import UserError
-from minidist.fault.index import INDEX_NAME, FileEntry, format_index, format_tensors, read_index_file
-from minidist.fault.shards import Plan, TensorShard, make_tensor_shards, merge_plans, plan_local_shards, shards_to_save
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, ParamSpec, flat_boxes

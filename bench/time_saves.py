@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from bench.peak_memory import PeakResidentMemory
+from minidist.checkpoint.save import CheckpointSaver, save_checkpoint
+from minidist.checkpoint.shards import TensorShard
 from minidist.comm import GroupSpec, Meter, World, all_reduce, bind, bind_all_gather_object
-from minidist.fault.checkpoint import CheckpointSaver, save_checkpoint
-from minidist.fault.shards import TensorShard
 from minidist.mesh import Mesh
 from minidist.parameters import Box
 

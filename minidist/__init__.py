@@ -9,7 +9,7 @@ imports a tool. Public: `comm.World` and `comm.bind`, `config.Config`, `parallel
     models, data                           the model and its batches; neither knows of parallelism
     parallel.data, .tensor, .pipeline, .context
     zero, precision, recompute, compile    sharded model states, dtypes, activation recomputation
-    fault                                  checkpoints
+    checkpoint, fault                      checkpoints of any layout; errors on some ranks, signals
     process_groups, validation             which groups a run needs; which runs cannot work
     parallelize                            all of it composed, in one fixed order
     train                                  one step, then a whole run

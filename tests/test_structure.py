@@ -28,6 +28,7 @@ LAYERS = (
         "models",
         "data",
         "precision",
+        "checkpoint",
         "fault",
         "consistency",
         "parallel",
@@ -46,7 +47,8 @@ LAYERS = (
 ALLOWED_PARTS = {
     "models": {"hashing", "labels"},
     "data": {"errors", "hashing", "labels"},
-    "fault": {"comm", "errors", "hashing", "parameters"},
+    "checkpoint": {"errors", "fault", "hashing", "parameters"},
+    "fault": {"checkpoint", "comm", "errors", "hashing", "parameters"},
     "consistency": {"comm", "config", "errors", "hashing", "parallel", "parameters"},
     "precision": {"comm", "config", "errors", "hashing", "parameters"},
     "parallel": {"comm", "config", "errors", "labels", "mesh", "models", "parameters", "validation"},

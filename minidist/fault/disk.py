@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from minidist.fault.folders import fsync_path
+from minidist.checkpoint.folders import fsync_path
 
 
 class Disk:

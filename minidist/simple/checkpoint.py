@@ -1,6 +1,6 @@
 """Checkpoints: boxes (index ranges) of named global tensors, whole or absent after a crash, which any layout can load.
 
-The format is that of the fast trainer, `minidist.fault.index`: each engine loads what the other has saved.
+The format is that of the fast trainer, `minidist.checkpoint.index`: each engine loads what the other has saved.
 
     step-00000100/
         rank-00000.safetensors    the boxes that rank 0 saves, by keys like `params/model.norm.weight[0:24]`

@@ -12,10 +12,10 @@ import shutil
 import threading
 from pathlib import Path
 
+from minidist.checkpoint import folders
+from minidist.checkpoint.index import INDEX_NAME, find_damaged_files, read_index_file
 from minidist.config import CheckpointConfig, Config
 from minidist.errors import DamagedError, UserError
-from minidist.fault import folders
-from minidist.fault.index import INDEX_NAME, find_damaged_files, read_index_file
 from minidist.tools.launch.run_folder_guard import CONFIG
 from minidist.train.observer import Observer
 from minidist.train.run_folder import AUTO, CHECKPOINTS

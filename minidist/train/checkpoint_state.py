@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from minidist.checkpoint.shards import SavedTensor, TensorShard, make_tensor_shards
 from minidist.errors import DamagedError
-from minidist.fault.shards import SavedTensor, TensorShard, make_tensor_shards
 from minidist.parameters import Box
 from minidist.train.engine import Engine
 from minidist.train.optimizer import optimizer_state_names

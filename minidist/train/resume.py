@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minidist.checkpoint import folders
 from minidist.config import Config
 from minidist.config_text import parse_config_text
 from minidist.errors import DamagedError, UserError
-from minidist.fault import folders
 from minidist.precision.scaler import LossScaler
 from minidist.train.run_folder import AUTO, find_checkpoints_folder
 
 if TYPE_CHECKING:
+    from minidist.checkpoint.index import Index
     from minidist.data.corpus import Corpus
-    from minidist.fault.index import Index
 
 # Sections with options that change what a run computes, and their options that do not.
 _COMPUTING_SECTIONS = ("model", "data", "optim", "precision", "consistency", "train")
@@ -67,7 +67,7 @@ def read_resumed_config(resume: Path) -> Config:
     UserError if there is no intact checkpoint.
     """
     path = folders.latest_checkpoint(find_checkpoints_folder(resume))
-    from minidist.fault.checkpoint import read_index  # here: it imports torch, and a wrong path is reported before
+    from minidist.checkpoint.load import read_index  # here: it imports torch, and a wrong path is reported before
 
     stored = parse_checkpoint_config(read_index(path))
     how = dataclasses.replace(stored.checkpoint, resume=Path(resume), inherit=False)
@@ -153,7 +153,7 @@ def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> list[Ch
 
 def _check_state(index: "Index") -> None:
     """Raise DamagedError unless the state of a checkpoint has the fields that the trainer reads, with valid values."""
-    from minidist.fault.index_validation import is_count  # here: it imports torch, which takes seconds
+    from minidist.checkpoint.index_validation import is_count  # here: it imports torch, which takes seconds
 
     state, scaler = index.state, index.state.get("loss_scaler")
     replicas = {int(match[1]) for match in map(_REPLICA.match, index.tensors) if match} | {0}

@@ -4,9 +4,9 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from minidist.checkpoint import folders
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.fault import folders
 
 CHECKPOINTS = "checkpoints"
 RUNS = Path("runs")

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minidist import comm
+from minidist.checkpoint import folders
+from minidist.checkpoint.index import Index
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.save import CheckpointSaver
 from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import DamagedError, MisfitError, RunError, UserError, format_count
-from minidist.fault import checkpoint, folders
-from minidist.fault.checkpoint import CheckpointSaver
 from minidist.fault.collective_errors import ErrorOnAnyRank, run_on_all_ranks
-from minidist.fault.index import Index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.learning_rate import learning_rate
 from minidist.models.init import init_parameters
@@ -408,7 +409,7 @@ class Trainer:
         cast = any(option.name.startswith("precision.") for option in changed)
         shards = checkpoint_state.checkpoint_shards(self.engine)
         try:
-            checkpoint.load_checkpoint(path, shards, self.all_gather_object, self.control.rank, cast=cast)
+            load_checkpoint(path, shards, self.all_gather_object, self.control.rank, cast=cast)
         except MisfitError as error:
             raise DamagedError(f"{path} is damaged: its tensors are not those of its own options. {error}") from error
         self.after_load(index.state)
@@ -426,7 +427,7 @@ class Trainer:
         self.progress = Progress(state["step"], state["position"])
 
     def _read_index(self, path: Path) -> tuple[Index, list[ChangedOption]]:
-        index = checkpoint.read_index(path)
+        index = read_index(path)
         changed = check_resumable(index, self.config, self.corpus)
         if (saved := index.state.get("replicas", 1)) != (replicas := self.config.num_replicas(self.mesh)):
             raise UserError(

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from minidist.checkpoint.load import load_checkpoint
+from minidist.checkpoint.save import save_checkpoint
+from minidist.checkpoint.shards import TensorShard
 from minidist.comm import CommError, GroupSpec, all_gather_object, all_reduce, bind, bind_all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
 from minidist.fault.collective_errors import ErrorOnAnyRank
 from minidist.fault.disk import Disk
-from minidist.fault.shards import TensorShard
 from minidist.fault.simple import agreement
 from minidist.fault.simple.agreement import differing_replicas, train_step
 from minidist.fault.simple.checkpoint import complete_checkpoints, load, save

@@ -7,9 +7,10 @@ import threading
 
 import torch
 
+from minidist.checkpoint.load import load_checkpoint
+from minidist.checkpoint.save import save_checkpoint
+from minidist.checkpoint.shards import TensorShard
 from minidist.errors import RunError, UserError
-from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
-from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 
 

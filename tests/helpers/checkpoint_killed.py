@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from minidist.fault import checkpoint
-from minidist.fault.checkpoint import save_checkpoint
-from minidist.fault.folders import complete_checkpoints, latest_checkpoint, prune_checkpoints
+from minidist.checkpoint import save
+from minidist.checkpoint.folders import complete_checkpoints, latest_checkpoint, prune_checkpoints
+from minidist.checkpoint.save import save_checkpoint
 from tests.helpers.checkpoint_cases import full_shard, load_full_tensors
 
 
@@ -67,7 +67,7 @@ def kill_before_operation(moment):
 
     for name in ("mkdir", "rmdir", "unlink", "rename", "fsync", "chmod"):
         before(os, name)
-    half_way(checkpoint, "write_tensor_file", 0)
+    half_way(save, "write_tensor_file", 0)
     half_way(Path, "write_text", 0)
 
 

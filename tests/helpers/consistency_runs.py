@@ -2,10 +2,10 @@
 
 import torch
 
+from minidist.checkpoint.load import load_checkpoint
+from minidist.checkpoint.shards import TensorShard
 from minidist.comm import World
 from minidist.config import OptimConfig
-from minidist.fault.checkpoint import load_checkpoint
-from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box
 from tests.helpers.small_run import small_config, train_small, with_changes

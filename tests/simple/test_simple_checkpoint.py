@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from minidist.checkpoint.index import verify_checkpoint
+from minidist.checkpoint.load import load_checkpoint
+from minidist.checkpoint.save import save_checkpoint
+from minidist.checkpoint.shards import make_tensor_shards
 from minidist.comm import bind, bind_all_gather_object
 from minidist.errors import DamagedError, UserError
-from minidist.fault import checkpoint as fast
-from minidist.fault.index import verify_checkpoint
-from minidist.fault.shards import make_tensor_shards
 from minidist.mesh import Mesh
 from minidist.parameters import ParamSpec, flat_boxes
 from minidist.simple import checkpoint
@@ -46,7 +47,7 @@ def save_and_load(world, root, saver):
         path = checkpoint.save(root, 7, shards, {"answer": 42}, group)
     else:
         shards = [s for spec, part in kinds.values() for s in make_tensor_shards("params", spec, part, world.rank)]
-        path = fast.save_checkpoint(root, 7, shards, {"answer": 42}, gather, world.rank)
+        path = save_checkpoint(root, 7, shards, {"answer": 42}, gather, world.rank)
     whole = {
         name: ParamSpec(name, shape, tuple(flat_boxes(shape, 0, values(name).numel())), tuple(range(world.size)))
         for name, shape in SHAPES.items()
@@ -56,7 +57,7 @@ def save_and_load(world, root, saver):
     found = checkpoint.load(
         path, [s for name in SHAPES for s in make_shards("params", whole[name], by_simple[name], 0)], group
     )
-    fast.load_checkpoint(
+    load_checkpoint(
         path,
         [s for name in SHAPES for s in make_tensor_shards("params", whole[name], by_fast[name], 0)],
         gather,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from minidist.checkpoint.index import verify_checkpoint
 from minidist.comm import World
 from minidist.config import Config, to_toml
-from minidist.fault.index import verify_checkpoint
 from minidist.mesh import Mesh
 from minidist.tools.cli import main, parse_train_options, run_to_exit_code
 from minidist.tools.config_warnings import find_warnings, validate_options

@@ -4,8 +4,8 @@ import matplotlib
 import pytest
 import torch
 
+from minidist.checkpoint.shards import SavedPart, SavedTensor, TensorShard
 from minidist.errors import UserError
-from minidist.fault.shards import SavedPart, SavedTensor, TensorShard
 from minidist.parameters import Box
 from minidist.tools.notebook import plot_loss_differences, plot_outcomes, plot_phases, plot_resharding
 from minidist.tools.simulate.failures import Phase

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minidist.checkpoint.shards import TensorShard
 from minidist.config import FaultConfig, MeshConfig
-from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 from minidist.tools.launch import RankFailure
 from minidist.train.checkpoint_state import copy_first_replica

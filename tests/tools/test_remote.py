@@ -10,12 +10,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from minidist.checkpoint.folders import complete_checkpoints
+from minidist.checkpoint.index import verify_checkpoint
+from minidist.checkpoint.save import save_checkpoint
 from minidist.comm import World
 from minidist.config import CheckpointConfig
 from minidist.errors import DamagedError, UserError
-from minidist.fault.checkpoint import save_checkpoint
-from minidist.fault.folders import complete_checkpoints
-from minidist.fault.index import verify_checkpoint
 from minidist.tools.remote import CheckpointUploader, RemoteFolder, fetch_newer_checkpoint
 from tests.helpers.checkpoint_cases import full_shard
 from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text

@@ -4,10 +4,10 @@ import contextlib
 
 import pytest
 
+from minidist.checkpoint import save
+from minidist.checkpoint.folders import complete_checkpoints
 from minidist.comm import World, barrier
 from minidist.errors import RunError
-from minidist.fault import checkpoint
-from minidist.fault.folders import complete_checkpoints
 from minidist.train.observer import Observer
 from minidist.train.trainer import Trainer
 from tests.helpers.small_run import Stop, read_curve, small_config, train_small, with_changes, write_text
@@ -38,14 +38,14 @@ def test_saving_in_the_background_saves_the_same_and_trains_the_same(ranks, conf
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_ends_the_run_only_if_its_last_state_is_lost(config, tmp_path, monkeypatch, capsys, background):
-    real = checkpoint.write_tensor_file
+    real = save.write_tensor_file
 
     def full_disk(file, tensors):
         if file.parent.name.startswith(full):
             raise OSError(28, "No space left on device")
         return real(file, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensor_file", full_disk)
+    monkeypatch.setattr(save, "write_tensor_file", full_disk)
     config, full = with_changes(config, checkpoint__background=background), "step-00000004"
     if background:
         train_small(World.single(), config)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from minidist.checkpoint import folders
 from minidist.comm import World
 from minidist.config import to_toml
-from minidist.fault import folders
 from minidist.tools.launch.run import make_observers_and_meter, train_and_report
 from minidist.train.observer import Observer
 from minidist.train.trainer import train

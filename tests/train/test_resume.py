@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
+from minidist.checkpoint.shards import shard_key
 from minidist.comm import World
 from minidist.config import CheckpointConfig, Config, OptimConfig, PrecisionConfig, TrainConfig
 from minidist.errors import UserError
-from minidist.fault.shards import shard_key
 from minidist.tools.cli import parse_train_options
 from minidist.tools.config_warnings import describe_learning_rate_jump
 from minidist.tools.console import metrics_file

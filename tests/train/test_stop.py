@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch
 
-from minidist.fault import folders
-from minidist.fault.index import verify_checkpoint
+from minidist.checkpoint import folders
+from minidist.checkpoint.index import verify_checkpoint
 from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.launch.run import train_and_report
 from minidist.train.observer import Observer

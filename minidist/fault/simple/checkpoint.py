@@ -1,7 +1,7 @@
 """Simple checkpoints: boxes (index ranges) of global tensors, whole or absent after a crash, for any layout (7.1, 7.2).
 
 Restrictions: a rank reads whole files into memory, a save blocks training, and a step is saved once. The fast version
-is `minidist.fault.checkpoint`.
+is `minidist.checkpoint`.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
+from minidist.checkpoint.shards import TensorShard, shard_key, shards_to_save
 from minidist.comm import Group, bind_all_gather_object
 from minidist.errors import DamagedError, UserError
 from minidist.fault.collective_errors import run_on_all_ranks
 from minidist.fault.disk import Disk
-from minidist.fault.shards import TensorShard, shard_key, shards_to_save
 from minidist.parameters import Box
 
 

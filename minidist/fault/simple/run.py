@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.checkpoint.shards import DTYPES, TensorShard
 from minidist.comm import Group, all_gather_object, bind_all_gather_object
 from minidist.fault.collective_errors import ErrorOnAnyRank, run_on_all_ranks
 from minidist.fault.disk import Disk
-from minidist.fault.shards import DTYPES, TensorShard
 from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
 from minidist.hashing import hash64
 from minidist.parameters import Box

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from minidist.errors import UserError, suggest
 
-# The phases of a step (`train/engine.py`) and of a save (`fault/checkpoint.py`), in order.
+# The phases of a step (`train/engine.py`) and of a save (`checkpoint/save.py`), in order.
 STEP_PHASES = ("forward", "backward", "reduce", "agree", "update", "gather")
 SAVE_PHASES = ("copy", "write", "rename")
 PHASES = (*STEP_PHASES, *SAVE_PHASES)

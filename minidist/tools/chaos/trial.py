@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from minidist.checkpoint import folders
 from minidist.comm import Meter, World
 from minidist.config import Config
 from minidist.data.synthetic import generate_text
 from minidist.errors import RunError, UserError
-from minidist.fault import folders
 from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.chaos.injector import FaultInjector
 from minidist.tools.chaos.plan import STEPS, Trial, TrialLayout, make_config

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from minidist.checkpoint.folders import parse_step
+from minidist.checkpoint.load import read_index
 from minidist.errors import format_count
-from minidist.fault.checkpoint import read_index
-from minidist.fault.folders import parse_step
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
 from minidist.tools.console.entropy import entropy_rate
 from minidist.tools.console.goodput import USEFUL, TimeAccounts

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from minidist.checkpoint import folders
 from minidist.errors import UserError
-from minidist.fault import folders
 from minidist.train import run_folder
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.shards import TensorShard
 from minidist.config import Config
-from minidist.fault import checkpoint
-from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
 from minidist.simple.engine import Engine as SimpleEngine
@@ -26,13 +26,13 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 
     path: the folder of the checkpoint, of any precision. Raises UserError if the checkpoint is damaged.
     """
-    config = parse_checkpoint_config(checkpoint.read_index(path))
+    config = parse_checkpoint_config(read_index(path))
     model = Transformer(config.model)
     pieces = []
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
         pieces.append(TensorShard(f"{PARAMETERS}/{name}", shape, Box.whole(shape), parameter.detach()))
-    checkpoint.load_checkpoint(path, pieces, cast=True, prefix=PARAMETERS + "/")
+    load_checkpoint(path, pieces, cast=True, prefix=PARAMETERS + "/")
     return model, config
 
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minidist.checkpoint import folders
 from minidist.config import Config
 from minidist.data.corpus import Corpus
 from minidist.errors import UserError
-from minidist.fault import folders
 from minidist.tools.config_file import read_config_file
 from minidist.tools.launch.run_folder_guard import CONFIG, JOB, open_checked_run_folder
 from minidist.tools.launch.torchrun import read_job_name
@@ -95,6 +95,6 @@ def check_resume(run: RunFolder, config: Config, corpus: Corpus) -> None:
     data.
     """
     if run.checkpoints:
-        from minidist.fault.checkpoint import read_index  # here: it imports torch
+        from minidist.checkpoint.load import read_index  # here: it imports torch
 
         load_first_intact(run.checkpoints, lambda path: check_resumable(read_index(path), config, corpus))

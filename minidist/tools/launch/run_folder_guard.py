@@ -8,9 +8,9 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from minidist.checkpoint import folders
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.fault import folders
 from minidist.tools.config_file import read_config_file
 from minidist.train.observer import Observer
 from minidist.train.resume import find_changed_options

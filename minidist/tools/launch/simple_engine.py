@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from minidist.checkpoint.load import read_index
 from minidist.comm import CommError, Meter, World, bind_all_gather_object
 from minidist.config import Config, to_toml
 from minidist.errors import UserError
-from minidist.fault.checkpoint import read_index
 from minidist.fault.signals import StopSignalRecorder
 from minidist.simple.checkpoint import on_all_ranks
 from minidist.simple.mixed_precision import Decision

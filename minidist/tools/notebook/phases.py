@@ -5,8 +5,8 @@ Each function draws unless `draw` is False, and returns its data; empty data is 
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from minidist.checkpoint.shards import SavedTensor, TensorShard, find_overlaps
 from minidist.errors import UserError, format_count
-from minidist.fault.shards import SavedTensor, TensorShard, find_overlaps
 from minidist.parameters import Box
 from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING
 from minidist.tools.simulate.failures import LOST, RESTART, SAVING, USEFUL, Phase, time_by_kind

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.save import save_checkpoint
 from minidist.comm import Groups, GroupSpec, bind_all_gather_object
 from minidist.config import Config
 from minidist.data.loader import Batch
-from minidist.fault import checkpoint
 from minidist.mesh import Mesh
 from minidist.parallelize import group_specs, parallelize
 from minidist.parameters import ParamSpec, named_parameters
@@ -69,14 +70,14 @@ class ParityEngine:
         """Collective: save a checkpoint of this engine's state in `root`; return its folder."""
         control = self.groups["control"]
         shards = checkpoint_shards(self.engine)
-        return checkpoint.save_checkpoint(root, step, shards, {}, bind_all_gather_object(control), control.rank)
+        return save_checkpoint(root, step, shards, {}, bind_all_gather_object(control), control.rank)
 
     def load(self, path: Path) -> None:
         """Collective: load the state that `save` has saved."""
         control = self.groups["control"]
-        create_optimizer_states(self.engine, checkpoint.read_index(path).tensors)
+        create_optimizer_states(self.engine, read_index(path).tensors)
         shards = checkpoint_shards(self.engine)
-        checkpoint.load_checkpoint(path, shards, bind_all_gather_object(control), control.rank)
+        load_checkpoint(path, shards, bind_all_gather_object(control), control.rank)
         self.engine.reducer.after_load()
 
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.checkpoint import folders
+from minidist.checkpoint.shards import SavedTensor, TensorShard
 from minidist.comm import CommError, Group, Meter, P2POp, World
 from minidist.config import Config
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.errors import UserError, format_ranks
-from minidist.fault import folders
-from minidist.fault.shards import SavedTensor, TensorShard
 from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generation, Membership
 from minidist.tools.recovery.replicas import InMemoryState, LoadedState, MemoryCopies, load_from_memory

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from minidist.checkpoint.shards import SavedPart, SavedTensor, TensorShard, check_covered, plan_reads
 from minidist.errors import RunError
 from minidist.fault.collective_errors import GatherObjects
-from minidist.fault.shards import SavedPart, SavedTensor, TensorShard, check_covered, plan_reads
 from minidist.parameters import Box
 
 # Sends a byte tensor to every rank and receives one of the given size from every rank, in rank order.

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minidist.checkpoint.checksum import SCHEME, compute_file_checksum
+from minidist.checkpoint.index_validation import check_index, is_count, read_json_object, regular_file_size
+from minidist.checkpoint.shards import SavedPart, SavedTensor
 from minidist.errors import DamagedError
-from minidist.fault.checksum import SCHEME, compute_file_checksum
-from minidist.fault.index_validation import check_index, is_count, read_json_object, regular_file_size
-from minidist.fault.shards import SavedPart, SavedTensor
 
 FORMAT = 2
 INDEX_NAME = "checkpoint.json"

@@ -7,9 +7,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from minidist.fault.index import FileEntry
-from minidist.fault.shards import DTYPES
-from minidist.fault.tensor_file import write_tensor_file
+from minidist.checkpoint.index import FileEntry
+from minidist.checkpoint.shards import DTYPES
+from minidist.checkpoint.tensor_file import write_tensor_file
 
 
 def random_tensors():

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minidist.checkpoint.index import FileEntry, verify_checkpoint
+from minidist.checkpoint.load import load_checkpoint, read_index
 from minidist.comm import World
 from minidist.config import OptimConfig
 from minidist.errors import DamagedError, UserError
-from minidist.fault.checkpoint import load_checkpoint, read_index
-from minidist.fault.index import FileEntry, verify_checkpoint
 from minidist.train.trainer import Trainer
 from tests.helpers.checkpoint_cases import (
     full_shard,

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minidist.fault.checksum import BLOCK_BYTES, combine_block_digests, run_on_threads
-from minidist.fault.index import FileEntry
-from minidist.fault.shards import DTYPES
+from minidist.checkpoint.checksum import BLOCK_BYTES, combine_block_digests, run_on_threads
+from minidist.checkpoint.index import FileEntry
+from minidist.checkpoint.shards import DTYPES
 
 # The format's names of dtypes.
 _FORMAT_NAMES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")

@@ -13,10 +13,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minidist.fault.shards import DTYPES, SavedPart, SavedTensor, check_covered
+from minidist.checkpoint.shards import DTYPES, SavedPart, SavedTensor, check_covered
 
 if TYPE_CHECKING:
-    from minidist.fault.index import Index
+    from minidist.checkpoint.index import Index
 
 MAX_INDEX_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
-from minidist.fault.index import INDEX_NAME, format_tensors
-from minidist.fault.shards import TensorShard, find_overlaps, merge_plans, plan_local_shards
+from minidist.checkpoint.index import INDEX_NAME, format_tensors
+from minidist.checkpoint.load import load_checkpoint
+from minidist.checkpoint.save import save_checkpoint
+from minidist.checkpoint.shards import TensorShard, find_overlaps, merge_plans, plan_local_shards
 from minidist.parameters import Box, flat_boxes
 from tests.helpers.checkpoint_cases import full_shard, load_full_tensors, run_on_threads
 

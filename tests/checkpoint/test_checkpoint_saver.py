@@ -6,11 +6,12 @@ import threading
 import pytest
 import torch
 
+from minidist.checkpoint import save
+from minidist.checkpoint.folders import latest_checkpoint
+from minidist.checkpoint.index import verify_checkpoint
+from minidist.checkpoint.load import read_index
+from minidist.checkpoint.save import CheckpointSaver, save_checkpoint
 from minidist.errors import RunError
-from minidist.fault import checkpoint
-from minidist.fault.checkpoint import CheckpointSaver, read_index, save_checkpoint
-from minidist.fault.folders import latest_checkpoint
-from minidist.fault.index import verify_checkpoint
 from tests.helpers.checkpoint_cases import full_shard, load_full_tensors, read_files, run_on_threads
 
 DEADLINE_S = 20.0
@@ -19,13 +20,13 @@ DEADLINE_S = 20.0
 @pytest.fixture
 def disk(monkeypatch):
     """A disk that writes nothing until `disk.set()`."""
-    ready, real = threading.Event(), checkpoint.write_tensor_file
+    ready, real = threading.Event(), save.write_tensor_file
 
     def write_tensor_file(file, tensors):
         assert ready.wait(DEADLINE_S)
         return real(file, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensor_file", write_tensor_file)
+    monkeypatch.setattr(save, "write_tensor_file", write_tensor_file)
     yield ready
     ready.set()
 
@@ -93,14 +94,14 @@ def test_a_save_in_the_background_writes_the_files_of_one_in_the_foreground(tmp_
 
 
 def test_a_failed_write_is_reported_on_all_ranks_and_the_next_save_works(tmp_path, monkeypatch):
-    real = checkpoint.write_tensor_file
+    real = save.write_tensor_file
 
     def full_disk(file, tensors):
         if "step-00000002" in str(file) and file.name == "rank-00001.safetensors":
             raise OSError(28, "No space left on device")
         return real(file, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensor_file", full_disk)
+    monkeypatch.setattr(save, "write_tensor_file", full_disk)
 
     def body(rank, exchange):
         saver, messages = CheckpointSaver(tmp_path, exchange, rank), []
@@ -207,14 +208,14 @@ def test_rank_0_completes_a_checkpoint_without_the_others_once_all_files_are_wri
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_rank_0_completes_no_checkpoint_of_which_a_file_is_missing(tmp_path, monkeypatch, missing):
-    real = checkpoint.write_tensor_file
+    real = save.write_tensor_file
 
     def full_disk(file, tensors):
         if file.name == f"rank-{missing:05d}.safetensors":
             raise OSError(28, "No space left on device")
         return real(file, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensor_file", full_disk)
+    monkeypatch.setattr(save, "write_tensor_file", full_disk)
 
     def body(rank, exchange):
         saver = CheckpointSaver(tmp_path, exchange, rank)

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.fault import index as index_file
-from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
-from minidist.fault.folders import latest_checkpoint
-from minidist.fault.shards import DTYPES, TensorShard, make_tensor_shards
+from minidist.checkpoint import index as index_file
+from minidist.checkpoint.folders import latest_checkpoint
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.save import save_checkpoint
+from minidist.checkpoint.shards import DTYPES, TensorShard, make_tensor_shards
 from minidist.parameters import Box, ParamSpec, flat_boxes
 from tests.helpers.checkpoint_cases import (
     bytes_of,

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from minidist.checkpoint import folders, save, shards
+from minidist.checkpoint import index as index_file
+from minidist.checkpoint.folders import complete_checkpoints, latest_checkpoint
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.save import CheckpointSaver, save_checkpoint
+from minidist.checkpoint.shards import TensorShard, merge_plans
 from minidist.errors import DamagedError, MisfitError, RunError, UserError
-from minidist.fault import checkpoint, folders, shards
-from minidist.fault import index as index_file
-from minidist.fault.checkpoint import CheckpointSaver, load_checkpoint, read_index, save_checkpoint
-from minidist.fault.folders import complete_checkpoints, latest_checkpoint
-from minidist.fault.shards import TensorShard, merge_plans
 from minidist.parameters import Box
 from tests.helpers.checkpoint_cases import (
     full_shard,
@@ -38,7 +39,7 @@ def failing_save(root, size, pieces_of_rank, step=2, state=None):
 @pytest.mark.parametrize("moment", ["write", "commit"])
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_loses_nothing(tmp_path, monkeypatch, moment):
     save_sharded_rows(tmp_path, 1)
-    before, real = read_files(tmp_path), checkpoint.write_tensor_file
+    before, real = read_files(tmp_path), save.write_tensor_file
 
     def write_tensor_file(file, tensors):
         entry = real(file, tensors)
@@ -51,7 +52,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_loses_nothing(tmp_pat
         raise OSError(30, "Read-only file system")
 
     if moment == "write":
-        monkeypatch.setattr(checkpoint, "write_tensor_file", write_tensor_file)
+        monkeypatch.setattr(save, "write_tensor_file", write_tensor_file)
     else:
         monkeypatch.setattr(folders, "commit_checkpoint", commit)
     message = failing_save(tmp_path, 3, lambda rank: [full_shard(f"t{rank}", torch.zeros(4))])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from minidist.checkpoint.folders import latest_checkpoint, prune_checkpoints
 from minidist.errors import UserError
-from minidist.fault.folders import latest_checkpoint, prune_checkpoints
 from tests.helpers.checkpoint_cases import load_full_tensors, make_targets, save_sharded_rows
 from tests.helpers.warm_python import warm_python
 

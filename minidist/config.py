@@ -452,7 +452,8 @@ def to_toml(config: Any, prefix: str = "") -> str:
 
     prefix: stands before the names of all sections; empty for a whole configuration.
     """
-    lines, sections = [], []
+    lines = []
+    sections = []
     for item in option_fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):

@@ -41,7 +41,8 @@ def parse_config_text(
 
 
 def _merge(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
-    hints, changes = typing.get_type_hints(type(into)), {}
+    hints = typing.get_type_hints(type(into))
+    changes = {}
     hints = {item.name: hints[item.name] for item in option_fields(into)}
     for key, value in values.items():
         name = prefix + key
@@ -67,7 +68,8 @@ def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
         (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if value == "none":  # TOML has no null
             return None
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is Literal:
         if value in arguments:
             return value

@@ -98,7 +98,9 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
             broadcast_model(model, groups[name])
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     stages = dict.fromkeys(shapes, (mesh.coords(groups.world.rank)["pp"],))
-    schedule, parts, used_by = pipeline_schedule(config, mesh), [], {}
+    schedule = pipeline_schedule(config, mesh)
+    parts = []
+    used_by = {}
     if schedule is not None:
         parts = assign_layers(config.model, schedule, config.data.seq_len)
         used_by = keep_stage_modules(model, schedule, groups["activations"].rank, parts)
@@ -112,7 +114,8 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
-    specs, together = {}, replica_dp_coords(mesh, config, groups.world.rank)
+    specs = {}
+    together = replica_dp_coords(mesh, config, groups.world.rank)
     tp_rank = mesh.coords(groups.world.rank)["tp"]
     for name, shard in held.items():
         replicas = ranks_with(mesh, stages[name], together, shard.holders)
@@ -155,7 +158,8 @@ def _reducer(
     dtypes, values = cast_parameters(model, policy)
     reduction_groups = [groups[name] for name in GRADIENT_GROUPS if name in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
-        parameters, comm = named_parameters(model), config.comm
+        parameters = named_parameters(model)
+        comm = config.comm
         if config.consistency.mode == "central":
             return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
         if config.consistency.is_asynchronous:

@@ -99,7 +99,8 @@ def _matrices(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSp
 
 def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
     """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `replica_spec`."""
-    specs, axes = [], (*replica_spec.axes, "tp")
+    specs = []
+    axes = (*replica_spec.axes, "tp")
     if config.parallel.sequence:
         specs.append(GroupSpec("norms", axes, replica_spec.axis_partitions))
     heads = config.model.num_kv_heads

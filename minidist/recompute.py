@@ -73,7 +73,8 @@ class _RecomputationHooks:
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
-        self._run, self._args = run, _detached(args)
+        self._run = run
+        self._args = _detached(args)
         self._modes = _get_current_function_mode_stack()  # backward may run after they have ended
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}

@@ -95,7 +95,8 @@ def validate_numbers(config: Config) -> None:
 
 def _validate_data(config: Config, mesh: Mesh) -> None:
     """Raise UserError if sequences are too long for the model, or the global batch cannot be divided over the ranks."""
-    train, data = config.train, config.data
+    train = config.train
+    data = config.data
     if data.seq_len > config.model.max_seq_len:
         raise UserError(
             f"data.seq-len is {data.seq_len}, but the model accepts at most {config.model.max_seq_len} tokens: "
@@ -134,7 +135,8 @@ def validate_pipeline(config: Config, mesh: Mesh) -> None:
     if mesh.pp == 1:
         return
     chunks = validate_schedule(config.parallel.schedule, mesh.pp, config.train.micro_batches, config.parallel.chunks)
-    layers, needed = config.model.num_layers, mesh.pp * chunks
+    layers = config.model.num_layers
+    needed = mesh.pp * chunks
     if layers < needed:
         each = f" x {chunks} chunks = {needed} model chunks" if chunks > 1 else ""
         raise UserError(
@@ -203,7 +205,8 @@ def validate_tensor_parallel(model: ModelConfig, tp: int) -> None:
 
     The message lists the sizes of tensor parallelism that work for the whole model.
     """
-    heads, kv_heads = model.num_heads, model.num_kv_heads
+    heads = model.num_heads
+    kv_heads = model.num_kv_heads
     divided = ("num_heads", "intermediate_size", "vocab_size")
 
     def is_possible(n: int) -> bool:
@@ -274,7 +277,8 @@ def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
 
 def _validate_consistency(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the mode of consistency does not work with the mesh or with the other options."""
-    how, steps = config.consistency, config.train.steps
+    how = config.consistency
+    steps = config.train.steps
     if how.is_asynchronous and config.fault.live_recovery:
         raise UserError(
             f"fault.live-recovery repeats the step that a death has interrupted, and in consistency.mode {how.mode} "
@@ -316,7 +320,9 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
 
 
 def _validate_server(config: Config, mesh: Mesh) -> None:
-    mode, server, zero = config.consistency.mode, config.consistency.server, config.zero.stage
+    mode = config.consistency.mode
+    server = config.consistency.server
+    zero = config.zero.stage
     if not 0 <= server < mesh.world_size:
         raise UserError(
             f"consistency.server is {server}, and the {mesh.world_size} ranks of {mesh} are 0 to "
@@ -340,7 +346,8 @@ def _validate_server(config: Config, mesh: Mesh) -> None:
 
 def _validate_zero(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the ZeRO stage does not work with the other options or with the mesh."""
-    zero, policy = config.zero, resolve_policy(config.precision)
+    zero = config.zero
+    policy = resolve_policy(config.precision)
     validate_shard_group(config, mesh)
     if zero.keep_gradients and zero.stage != 2:
         raise UserError(
@@ -362,7 +369,8 @@ def _validate_zero(config: Config, mesh: Mesh) -> None:
 def validate_shard_group(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the data-parallel ranks cannot be divided into shard groups of `zero.shard` ranks."""
     mesh = config.replica_mesh(mesh)
-    shard, ranks = config.zero.shard, f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
+    shard = config.zero.shard
+    ranks = f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
     if shard is None:
         return
     if config.zero.stage == 0:
@@ -402,8 +410,12 @@ def _validate_engine(config: Config) -> None:
 
 def _simple_restrictions(config: Config) -> _Restrictions:
     """Return what `minidist/simple` leaves out."""
-    precision, zero, mode, optim = config.precision, config.zero, config.consistency, config.optim
-    schedule, fault = config.parallel.schedule, config.fault
+    precision = config.precision
+    zero = config.zero
+    mode = config.consistency
+    optim = config.optim
+    schedule = config.parallel.schedule
+    fault = config.fault
     on_virtual_clock = ""
     if mode.mode in ("central", "asynchronous", "stale"):
         on_virtual_clock = " (its servers run on the virtual clock of tools/consistency/virtual_run.py)"

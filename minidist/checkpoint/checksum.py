@@ -26,7 +26,8 @@ def compute_file_checksum(file: Path) -> str:
     with open(file, "rb", buffering=0) as stream:
 
         def read_block(start: int) -> bytes:
-            digest, stop = hashlib.sha256(), start + BLOCK_BYTES
+            digest = hashlib.sha256()
+            stop = start + BLOCK_BYTES
             while start < stop and (part := os.pread(stream.fileno(), min(2**20, stop - start), start)):
                 digest.update(part)
                 start += len(part)

@@ -85,7 +85,8 @@ def prune_checkpoints(
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; at least the one just written stays")
-    root, deleted = Path(root), []
+    root = Path(root)
+    deleted = []
     try:
         for name in _entries(root):
             if _PARTIAL.fullmatch(name) or (name.endswith(".replaced") and _replaced_is_stale(root / name)):

@@ -131,7 +131,8 @@ def find_damaged_files(index: Index, names: Iterable[str]) -> list[str]:
     """Verify size and checksum of the checkpoint's files `names`; return a message for each damaged or missing file."""
     problems = []
     for name in names:
-        file, expected = index.path / name, index.files[name]
+        file = index.path / name
+        expected = index.files[name]
         try:
             # The size is free to check, and a more helpful message than a checksum.
             if (size := regular_file_size(file)) != expected.num_bytes:

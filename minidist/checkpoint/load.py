@@ -50,7 +50,8 @@ def load_checkpoint(
     intact one), or MisfitError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
     later.
     """
-    path, local_shards = Path(path), list(local_shards)
+    path = Path(path)
+    local_shards = list(local_shards)
     reads: dict[str, list] = {}
     index: Index
 

@@ -55,7 +55,9 @@ class CheckpointSaver:
     """
 
     def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
-        self.root, self.all_gather_object, self._rank = Path(root), all_gather_object, rank
+        self.root = Path(root)
+        self.all_gather_object = all_gather_object
+        self._rank = rank
         self.gather_object = all_gather_object
         self._plan: shards.Plan | None = None  # of the last save: rank 0 knows it
         self._tensors: dict = {}  # rank 0: the tensors in the index of the last save
@@ -95,7 +97,8 @@ class CheckpointSaver:
         """
         if self._save is not None:
             raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
-        local_shards, folder = list(local_shards), folders.checkpoint_folder(self.root, step, ".partial")
+        local_shards = list(local_shards)
+        folder = folders.checkpoint_folder(self.root, step, ".partial")
         plan: shards.Plan
 
         def describe():

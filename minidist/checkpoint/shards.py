@@ -44,7 +44,8 @@ class TensorShard:
 
     def __post_init__(self):
         object.__setattr__(self, "shape", tuple(self.shape))
-        box, tensor_shape = self.box, tuple(self.tensor.shape)
+        box = self.box
+        tensor_shape = tuple(self.tensor.shape)
         if len(box.stop) != len(self.shape) or any(b > n for b, n in zip(box.stop, self.shape, strict=True)):
             raise ValueError(f"{self.name}: box {format_box(box)} is not inside a tensor of shape {self.shape}")
         if tensor_shape != box.shape:
@@ -109,12 +110,15 @@ def make_tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) ->
     spec's only box, or holds the spec's boxes one after another in contiguous memory. rank: this rank's global rank; it
     saves the shards if it is the spec's owner.
     """
-    name, is_saved_here = f"{kind}/{spec.name}", spec.owner == rank
+    name = f"{kind}/{spec.name}"
+    is_saved_here = spec.owner == rank
     if len(spec.boxes) == 1 and tuple(tensor.shape) == spec.boxes[0].shape:
         return [TensorShard(name, spec.shape, spec.boxes[0], tensor, is_saved_here)]
     if tensor.numel() != spec.numel:
         raise ValueError(f"{name}: the tensor holds {tensor.numel()} elements, the boxes of its spec {spec.numel}")
-    flat, local_shards, start = tensor.detach().view(-1), [], 0
+    flat = tensor.detach().view(-1)
+    local_shards = []
+    start = 0
     for box in spec.boxes:
         part = flat[start : start + box.numel].view(box.shape)
         local_shards.append(TensorShard(name, spec.shape, box, part, is_saved_here))
@@ -244,7 +248,8 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
                     f"{format_box(other.box)} in {other.file} and {format_box(box)} in {saved.file}"
                 )
         open_boxes.append(saved)
-    count, total = sum(saved.box.numel for saved in boxes), Box.whole(tensor.shape).numel
+    count = sum(saved.box.numel for saved in boxes)
+    total = Box.whole(tensor.shape).numel
     if count < total:
         given = ", ".join(format_box(saved.box) for saved in boxes[:4]) or "no box"
         more = f" and {len(boxes) - 4} more" if len(boxes) > 4 else ""

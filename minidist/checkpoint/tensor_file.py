@@ -40,7 +40,8 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
 
 def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
     """The length of the JSON header as 8 bytes, little-endian, and the header, padded with spaces to 8 bytes."""
-    entries, start = {}, 0
+    entries = {}
+    start = 0
     for name, tensor in ordered:
         stop = start + tensor.numel() * tensor.element_size()
         entries[name] = {
@@ -61,25 +62,29 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 def _divide_into_blocks(chunks: Iterable[memoryview]) -> list[list[memoryview]]:
     """Divide chunks, which follow one another in a file, into blocks of BLOCK_BYTES; the last may be shorter."""
-    blocks, free = [], 0
+    blocks = []
+    free = 0
     for chunk in chunks:
         while chunk:
             if not free:
                 blocks.append([])
                 free = BLOCK_BYTES
             blocks[-1].append(chunk[:free])
-            chunk, free = chunk[free:], free - len(blocks[-1][-1])
+            chunk = chunk[free:]
+            free -= len(blocks[-1][-1])
     return blocks
 
 
 def _write_block(descriptor: int, number: int, parts: list[memoryview]) -> bytes:
     """Write the parts of block `number` one after another and return the SHA-256 digest of the block."""
-    digest, start = hashlib.sha256(), number * BLOCK_BYTES
+    digest = hashlib.sha256()
+    start = number * BLOCK_BYTES
     for part in parts:
         digest.update(part)
         while part:  # a system call may write less than asked for
             count = os.pwrite(descriptor, part, start)
-            part, start = part[count:], start + count
+            part = part[count:]
+            start += count
     if hasattr(os, "posix_fadvise"):  # Linux: begin to write the block to disk now, not only in fsync
         os.posix_fadvise(descriptor, number * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
     return digest.digest()

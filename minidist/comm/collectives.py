@@ -146,7 +146,8 @@ def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = F
     """
     if not transfers:
         return completed_handle(group, async_op)
-    launched, number = [], group.meter.next_batch_id()
+    launched = []
+    number = group.meter.next_batch_id()
     for transfer in transfers:
         _check_peer(transfer.kind, transfer.peer, group)
         channel = group.transfer_channel(transfer.kind, transfer.peer, transfer.tag)

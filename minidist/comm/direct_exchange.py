@@ -58,7 +58,8 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_o
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> Handle | None:
     """Collective: all-gather; every rank sends `input`, which may be a view of `output`, directly to all others."""
-    parts, shard = output.view(-1).split(input.numel()), input.view(-1)
+    parts = output.view(-1).split(input.numel())
+    shard = input.view(-1)
     others = [rank for rank in range(group.size) if rank != group.rank]
 
     def start() -> list[dist.Work]:
@@ -72,7 +73,8 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> H
 
 def _launch(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
     """Launch all transfers, given as tensors by the peer's group rank, in ring order from the next rank on."""
-    options, works = {"group": group.process_group, "tag": _TAG}, []
+    options = {"group": group.process_group, "tag": _TAG}
+    works = []
     for peer in sorted(outgoing, key=lambda rank: (rank - group.rank) % group.size):
         works.append(dist.irecv(incoming[peer], src=group.ranks[peer], **options))
         works.append(dist.isend(outgoing[peer], dst=group.ranks[peer], **options))

@@ -143,13 +143,15 @@ def bind(
     groups: dict[str, Group] = {}
     _report_bind(world, mesh, specs, named=check is None)
     for spec in specs:
-        own_ranks, own_process_group = None, None
+        own_ranks = None
+        own_process_group = None
         for ranks in spec.rank_groups(mesh):
             process_group = None
             if len(ranks) > 1:
                 process_group = _new_process_group(spec.name, ranks, backend, timeout_s, connect_timeout_s)
             if world.rank in ranks:
-                own_ranks, own_process_group = ranks, process_group
+                own_ranks = ranks
+                own_process_group = process_group
         if own_ranks is None:
             continue
         group = Group(spec.name, own_ranks, own_ranks.index(world.rank), own_process_group, world, meter)

@@ -77,7 +77,10 @@ class Handle:
         tensors: Sequence[Tensor],
         on_complete: Callable[[], None] | None = None,
     ):
-        self._group, self._works, self._launched, self._tensors = group, list(works), list(launched), list(tensors)
+        self._group = group
+        self._works = list(works)
+        self._launched = list(launched)
+        self._tensors = list(tensors)
         self._on_complete = on_complete
 
     def wait(self, host: bool = False) -> None:
@@ -89,7 +92,9 @@ class Handle:
         """
         if not self._works:
             return
-        status, meter, start_s = self._group.world.status, self._group.meter, time.perf_counter()
+        status = self._group.world.status
+        meter = self._group.meter
+        start_s = time.perf_counter()
         with meter.waiting([at.record for at in self._launched]):
             for i, work in enumerate(self._works):
                 # A backend may batch several transfers into one work: the last launched one then stands for all.
@@ -111,7 +116,9 @@ class Handle:
             self._on_complete()
         for at in self._launched:
             meter.on_wait_end(at.record)
-        self._works, self._tensors, self._on_complete = [], [], None
+        self._works = []
+        self._tensors = []
+        self._on_complete = None
 
     def _wait_for(self, work: dist.Work) -> None:
         must_abandon = self._group.world.must_abandon

@@ -28,7 +28,8 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 def gather_object(value: Any, group: Group) -> list[Any]:
     """Collective: return the picklable `value` of every rank, in rank order, on group rank 0; [] on the other ranks."""
-    device, values = group.world.control_device, [value]
+    device = group.world.control_device
+    values = [value]
     if group.rank:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         send(torch.tensor([len(data)], dtype=torch.int64, device=device), 0, group)

@@ -61,5 +61,6 @@ def connect_ranks(
         # The keys of a group in the store contain a count of this process's groups, which a failed attempt has
         # increased: ranks with different counts would wait for each other under different keys.
         dist.distributed_c10d._world.group_count = 0
-    timeout, bound = timedelta(seconds=timeout_s), device if backend == "nccl" else None
+    timeout = timedelta(seconds=timeout_s)
+    bound = device if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)

@@ -42,12 +42,17 @@ class AsynchronousReducer(NaiveReducer):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Groups, config: Config):
         super().__init__(parameters, specs, [groups["grads"]])
-        how, group, meter = config.consistency, groups["outer"], groups.meter
+        how = config.consistency
+        group = groups["outer"]
+        meter = groups.meter
         if groups.world.backend == "nccl":
             raise UserError(f"consistency.mode {how.mode} transfers in threads: give --comm.backend shm or gloo.")
-        self._group, self._root, self.num_steps = group, how.server, config.train.steps
+        self._group = group
+        self._root = how.server
+        self.num_steps = config.train.steps
         self._pause_every = [every for every in (config.train.eval_every, config.checkpoint.every) if every]
-        self._launching, self._changed = threading.Lock(), threading.Condition()
+        self._launching = threading.Lock()
+        self._changed = threading.Condition()
         self._answers: dict[int, Tensor | None] = {}
         self._threads: list[threading.Thread] = []
         self._served: set[int] = set()  # the workers whose threads have not ended
@@ -60,8 +65,10 @@ class AsynchronousReducer(NaiveReducer):
         values = [parameter.detach().reshape(-1) for parameter in self._parameters.values()]
         self._sizes = [*(part.numel() for part in values), len(values) + 1]
         flat = torch.cat([*values, values[0].new_zeros(len(values) + 1)])
-        self._empty, self._device = torch.zeros_like(flat, device="cpu"), flat.device
-        self.masters, self.server = {}, None
+        self._empty = torch.zeros_like(flat, device="cpu")
+        self._device = flat.device
+        self.masters = {}
+        self.server = None
         if group.rank == how.server:
             self.masters = dict(zip(self._parameters, self._split(flat), strict=True))
             self.server = Server(flat, self._update, group.size, how.staleness_bound if how.mode == "stale" else None)
@@ -94,7 +101,8 @@ class AsynchronousReducer(NaiveReducer):
         tokens of the global batch; 0: no update. Returns `result`, in which only a pause sets stop_requested, if any
         rank was asked to stop, and checkpoint_written, if all ranks have written their files.
         """
-        message, parameters = self._empty.clone(), None
+        message = self._empty.clone()
+        parameters = None
         flags = message[-self._sizes[-1] :]
         flags[-1] = result.stop_requested
         for i, (parameter, part) in enumerate(zip(self._parameters.values(), self._split(message), strict=True)):
@@ -150,11 +158,14 @@ class AsynchronousReducer(NaiveReducer):
         """On the server's rank, start the server's threads after a pause. step: the number of completed steps."""
         if self.server is None or step < self._end:
             return
-        self._end, self._furthest, workers = self._next_pause(step), step + 1, range(self._group.size)
+        self._end = self._next_pause(step)
+        self._furthest = step + 1
+        workers = range(self._group.size)
         self._earlier_updates = step * len(workers) - len(self.server.staleness)
         for worker in workers:
             self.server.handle(worker, Pull())  # it got the parameters in the pause
-        others, end = [worker for worker in workers if worker != self._root], self._end
+        others = [worker for worker in workers if worker != self._root]
+        end = self._end
         self._served = set(others)
         self._threads = [threading.Thread(target=self._serve, args=(each, step, end), daemon=True) for each in others]
         for thread in self._threads:
@@ -162,7 +173,8 @@ class AsynchronousReducer(NaiveReducer):
 
     def _serve(self, worker: int, step: int, end: int) -> None:
         """In a thread: receive a worker's gradients and send it parameters until the pause after `end` steps."""
-        message, parameters = self._empty.clone(), self._empty
+        message = self._empty.clone()
+        parameters = self._empty
         try:
             while parameters is not None:
                 self._transfer(recv, message, worker)

@@ -22,7 +22,8 @@ class CentralReducer(NaiveReducer):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, group: Group, server: int):
         super().__init__(parameters, specs, [group])
-        self._group, self._server = group, server
+        self._group = group
+        self._server = server
         alone = (group.ranks[server],)
         self.master_specs = {
             name: replace(spec, replicas=alone, contributors=alone)

@@ -57,16 +57,22 @@ class ReplicaMerger:
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
-        self._config, self._num_steps, self._seed = config.consistency, config.train.steps, config.train.seed
-        self._group, self._masters, self._control_device = groups["outer"], reducer.masters, groups.world.control_device
-        tensors, count = reducer.checkpoint_tensors(), self._config.fragments
+        self._config = config.consistency
+        self._num_steps = config.train.steps
+        self._seed = config.train.seed
+        self._group = groups["outer"]
+        self._masters = reducer.masters
+        self._control_device = groups.world.control_device
+        tensors = reducer.checkpoint_tensors()
+        count = self._config.fragments
         by_holders: list[dict[tuple[int, ...], dict[str, Tensor]]] = [{} for _ in range(count)]  # by fragment
         for name, spec in reducer.master_specs.items():
             by_holders[self._config.fragment_of(name)].setdefault(spec.replicas, {})[name] = tensors[name]
         self._fragments = [
             [_MergedTensors(masters, self._config) for masters in of_fragment.values()] for of_fragment in by_holders
         ]
-        self.replica, self.tokens = self._group.rank, torch.zeros(count, dtype=torch.float64)
+        self.replica = self._group.rank
+        self.tokens = torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
         self.equal_fragments: frozenset[int] = frozenset()
 
@@ -145,7 +151,8 @@ class ReplicaMerger:
 
     def _is_due(self, fragment: int, step: int) -> bool:
         """Whether a fragment is merged after a step: every h steps, and all of them after the last."""
-        h, ahead = self._config.h, fragment * self._config.h // len(self._fragments)
+        h = self._config.h
+        ahead = fragment * self._config.h // len(self._fragments)
         return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
@@ -160,7 +167,8 @@ class ReplicaMerger:
             flat = self._average(flat, share, None)
         else:
             outer_gradient = self._average(merged.start - flat, share, merged.error)
-            lr, momentum = self._config.outer_lr, self._config.outer_momentum
+            lr = self._config.outer_lr
+            momentum = self._config.outer_momentum
             merged.velocity.mul_(momentum).add_(outer_gradient)
             flat = merged.start.sub_(outer_gradient.add_(merged.velocity, alpha=momentum), alpha=lr)
         for name, part in merged.parts(flat):
@@ -180,7 +188,8 @@ class ReplicaMerger:
 
     def _neighbours(self, step: int, replica: int) -> list[int]:
         """The replicas with which `replica` exchanges parameters after a step."""
-        size, at = self._group.size, replica
+        size = self._group.size
+        at = replica
         if self._config.topology == "ring":
             return sorted({(at - 1) % size, (at + 1) % size} - {at})
         order = sorted(range(size), key=lambda replica: int(hash64(self._seed, step, replica)))  # random pairs

@@ -39,8 +39,10 @@ class Server:
         num_workers: int,
         bound: int | None = None,
     ):
-        self.parameters, self.staleness = parameters, list[int]()
-        self._bound, self._update = bound, update
+        self.parameters = parameters
+        self.staleness = list[int]()
+        self._bound = bound
+        self._update = update
         self._num_pulls = dict.fromkeys(range(num_workers), 0)
         self._num_pushes = dict.fromkeys(range(num_workers), 0)
         self._pulled_after: dict[int, int] = {}  # number of updates at each worker's last pull

@@ -118,7 +118,8 @@ def _from_documents(name: str, origin: str, documents: list[Document], left_out:
 
 
 def _long_enough(corpus: Corpus, option: str, seq_len: int) -> Corpus:
-    shorter, needed = min(corpus.train.size, corpus.held_out.size), seq_len + 1
+    shorter = min(corpus.train.size, corpus.held_out.size)
+    needed = seq_len + 1
     if shorter >= needed:
         return corpus
     lower = f", or set --data.seq-len to at most {shorter - 1}" if shorter >= 2 else ""

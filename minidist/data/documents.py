@@ -70,7 +70,8 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     held-out loss. If the remaining files are too few, the last 10 % of every document is held out instead.
     """
     total = sum(len(d.content) for d in documents)
-    chosen, size = set(), 0
+    chosen = set()
+    size = 0
     for document in sorted(documents, key=_name_hash):
         if len(document.content) <= total // 100:
             chosen.add(document.name)
@@ -100,7 +101,9 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
 
 def _read(paths: list[Path], root: Path) -> tuple[list[Document], list[str]]:
     """Return the readable documents, ordered by name, and the unreadable ones: their names, with the reason."""
-    documents, unreadable, read_bytes = [], [], 0
+    documents = []
+    unreadable = []
+    read_bytes = 0
     for path in paths:
         name = path.relative_to(root).as_posix()
         try:

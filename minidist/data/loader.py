@@ -66,7 +66,9 @@ class Loader:
             raise ValueError(f"{tokens.size} tokens hold no window of seq_len={seq_len} tokens and the label after it")
         if min_length is not None and not 0 <= min_length <= seq_len:
             raise ValueError(f"min_length={min_length} must be in 0..seq_len={seq_len}")
-        self.seq_len, self.seed, self.min_length = seq_len, seed, min_length
+        self.seq_len = seq_len
+        self.seed = seed
+        self.min_length = min_length
         self._text = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]  # a view: copies nothing
         self._windows = np.arange(len(self._text)) if windows is None else np.asarray(windows, dtype=np.int64)
         if not len(self._windows):
@@ -89,7 +91,8 @@ class Loader:
         while n > 0:
             epoch, offset = divmod(position, self.num_samples)
             parts.append(self._epoch(epoch)[offset : offset + n])
-            position, n = position + parts[-1].size, n - parts[-1].size
+            position += parts[-1].size
+            n -= parts[-1].size
         return np.concatenate(parts)
 
     def global_batch(self, position: int, size: int) -> Batch:

@@ -23,7 +23,9 @@ _PAIR, _SINGLE, _DRAW = 1, 2, 3  # second field of a hash: its purpose
 
 def transition_table(seed: int = 0) -> np.ndarray:
     """Return the symbol (0..31) after each pair (a, b) for each of 256 equally likely draws, (32, 32, 256) uint8."""
-    a, b, favourite = np.arange(_N)[:, None, None], np.arange(_N)[None, :, None], np.arange(4)
+    a = np.arange(_N)[:, None, None]
+    b = np.arange(_N)[None, :, None]
+    favourite = np.arange(4)
     of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
     of_pair = np.repeat(_symbol(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
     each = np.arange(_N, dtype=np.uint8)

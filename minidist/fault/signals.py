@@ -36,7 +36,8 @@ class StopSignalRecorder:
     def __enter__(self) -> "StopSignalRecorder":
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopSignalRecorder works in the main thread only: Python delivers signals to no other")
-        self.signal_name, self._interrupts = None, 0
+        self.signal_name = None
+        self._interrupts = 0
         for number in stop_signals():
             self._before[number] = signal.signal(number, self._record)
         # Python does not call the handler while the main thread is inside torch; the wakeup pipe is written at once.

@@ -57,7 +57,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        hidden, kv = config.hidden_size, config.num_kv_heads * config.head_dim
+        hidden = config.hidden_size
+        kv = config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(hidden, hidden, bias=False)
         self.k_proj = nn.Linear(hidden, kv, bias=False)

@@ -38,7 +38,8 @@ def cast_parameters(model: nn.Module, policy: Policy) -> tuple[PrecisionDtypes, 
     model: master weights are initialised from these, since the cast loses low bits. Only 16-bit policies narrow
     parameters; a float64 model stays float64 under fp32. Buffers are not cast.
     """
-    dtypes, values = PrecisionDtypes.from_policy(policy), {}
+    dtypes = PrecisionDtypes.from_policy(policy)
+    values = {}
     for name, parameter in named_parameters(model).items():
         if policy.parameter not in HALF_DTYPES:
             dtypes = dtypes.promoted_to(parameter.dtype)

@@ -47,7 +47,9 @@ class MasterWeights:
         rounding: RoundingFunction | None = None,
     ):
         dtype = dtypes.master or dtypes.state
-        self._params, self._bounds, self._rounding = params, bounds, rounding
+        self._params = params
+        self._bounds = bounds
+        self._rounding = rounding
         self.separate = offload or dtype != params.dtype
         self.persistent = dtypes.master is not None
         self.tensor = params

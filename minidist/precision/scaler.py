@@ -24,7 +24,8 @@ class LossScaler:
     def __init__(self, config: PrecisionConfig):
         self.scale = _float32(config.initial_scale)
         self.overflowed: list[float] = []
-        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
+        self._interval = config.growth_interval
+        self._max_overflows = config.max_overflows
         self._good_steps = 0
 
     @property
@@ -41,14 +42,16 @@ class LossScaler:
         """
         if overflow:
             self.overflowed.append(self.scale)
-            self.scale, self._good_steps = _float32(self.scale * BACKOFF), 0
+            self.scale = _float32(self.scale * BACKOFF)
+            self._good_steps = 0
             return
         self.overflowed.clear()
         self._good_steps += 1
         if self._good_steps == self._interval:
             grown = _float32(self.scale * GROWTH)
             # An infinite scale would make every later gradient overflow.
-            self.scale, self._good_steps = grown if grown < float("inf") else self.scale, 0
+            self.scale = grown if grown < float("inf") else self.scale
+            self._good_steps = 0
 
     def state_dict(self) -> dict:
         """Return the scale and its counters for a checkpoint, as a JSON object."""
@@ -56,7 +59,8 @@ class LossScaler:
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state that `state_dict()` returned."""
-        self.scale, self._good_steps = state["scale"], state["good_steps"]
+        self.scale = state["scale"]
+        self._good_steps = state["good_steps"]
         self.overflowed = list(state["overflowed"])
 
     @staticmethod

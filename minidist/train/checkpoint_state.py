@@ -36,7 +36,9 @@ def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -
 
 def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
     """Yield this rank's `TensorShard`s of parameters, buffers, optimizer states and the replica merger's states."""
-    rank, reducer, prefix = engine.groups.world.rank, engine.reducer, _prefix(engine)
+    rank = engine.groups.world.rank
+    reducer = engine.reducer
+    prefix = _prefix(engine)
     tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
         if name in reducer.master_specs:

@@ -55,9 +55,14 @@ class Engine:
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, optim: OptimConfig, seed: int):
-        self.model, self.specs = parallel.model, parallel.specs
-        self.reducer, self.scaler, self.merger = parallel.reducer, parallel.scaler, parallel.merger
-        self.groups, self.optim, self.parallel = groups, optim, parallel
+        self.model = parallel.model
+        self.specs = parallel.specs
+        self.reducer = parallel.reducer
+        self.scaler = parallel.scaler
+        self.merger = parallel.merger
+        self.groups = groups
+        self.optim = optim
+        self.parallel = parallel
         self.control = groups["replica" if "replica" in groups else "control"]
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
@@ -190,7 +195,8 @@ class Engine:
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: of the ranks that hold an element, one counts it."""
-        rank, specs = self.groups.world.rank, self.specs | self.reducer.master_specs
+        rank = self.groups.world.rank
+        specs = self.specs | self.reducer.master_specs
         grads = [
             grad for name, grad in self.reducer.gradients().items() if grad is not None and specs[name].owner == rank
         ]
@@ -240,13 +246,15 @@ class Engine:
             total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
             all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
             part_sum, part_count, stops = total.tolist()
-            loss_sum, count = loss_sum + part_sum, count + part_count
+            loss_sum = loss_sum + part_sum
+            count = count + part_count
             if stops and start + at_once < len(batches):
                 return None
         return loss_sum / count if count else math.nan
 
     def _find_non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters, in the model's order, whose local value or gradient is non-finite."""
-        values, gradients = self.reducer.checkpoint_tensors(), self.reducer.gradients()
+        values = self.reducer.checkpoint_tensors()
+        gradients = self.reducer.gradients()
         seen = {name: (values.get(name), gradients.get(name)) for name in self.parameters}
         return [name for name, pair in seen.items() if any(t is not None and not t.isfinite().all() for t in pair)]

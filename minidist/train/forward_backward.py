@@ -32,10 +32,16 @@ class ForwardBackward:
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, seed: int):
-        self.model, self.pipeline, self.reducer = parallel.model, parallel.pipeline, parallel.reducer
-        self.groups, self.seed, self.scaler = groups, seed, parallel.scaler
-        self.device, self._parallel = groups.world.device, parallel
-        self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
+        self.model = parallel.model
+        self.pipeline = parallel.pipeline
+        self.reducer = parallel.reducer
+        self.groups = groups
+        self.seed = seed
+        self.scaler = parallel.scaler
+        self.device = groups.world.device
+        self._parallel = parallel
+        self._at = groups.mesh.coords(groups.world.rank)
+        self._mesh = groups.mesh
         self._last_micro_batch = False
         self._positions_of: dict[int, Tensor] = {}  # of the last sequence length
         for name, parameter in named_parameters(self.model).items():
@@ -77,7 +83,8 @@ class ForwardBackward:
         """
         if self.pipeline is not None:
             return self._train_pipeline(step, batches, weight, count)
-        loss, scale = 0.0, 1.0 if self.scaler is None else self.scaler.scale
+        loss = 0.0
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         for i, batch in enumerate(batches):
             self._last_micro_batch = i == len(batches) - 1
             if not self._skips(batch):

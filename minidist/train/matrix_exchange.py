@@ -49,7 +49,9 @@ class ShardedMatrices:
         its boxes (index ranges, as in the specs) concatenated. names: the same on every rank, including matrices of
         which this rank holds no element.
         """
-        group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders_by_matrix if name in names]
+        group = self.group
+        me = self.group.rank
+        wanted = [name for name in self.plan.holders_by_matrix if name in names]
         to = {rank: [name for name in wanted if self.plan.owner_by_matrix[name] == rank] for rank in range(group.size)}
         sent = {rank: [shards[n] for n in to[rank] if me in self._senders[n]] for rank in to}
         received = self._all_to_all(

@@ -51,7 +51,8 @@ def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixP
     sizes = {}
     for name, of_ranks in holders.items():  # ranks with equal keys hold the same elements
         sizes[name] = sum({shard.key: shard.numel for shard in of_ranks.values()}.values())
-    owned, owner = [0] * len(shards), {}
+    owned = [0] * len(shards)
+    owner = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner[name] = owned.index(min(owned))
         owned[owner[name]] += sizes[name]

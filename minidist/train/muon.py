@@ -31,7 +31,8 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict], exchange: ShardedMatrices | None = None, steps: int = 5, **adamw):
         groups = list(groups)
-        self._exchange, self._steps = exchange, steps
+        self._exchange = exchange
+        self._steps = steps
         super().__init__([{"shapes": None, **group} for group in groups], **adamw)
 
     def __getstate__(self) -> dict:

@@ -127,7 +127,8 @@ def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> list[Ch
     is not one that the trainer writes. A checkpoint of the last step, after which nothing is left to train, is an error
     only if `config.checkpoint.resume` names a checkpoint.
     """
-    path, state = index.path, index.state
+    path = index.path
+    state = index.state
     before = parse_checkpoint_config(index)
     _check_state(index)
     if state["corpus"] != corpus.fingerprint:
@@ -155,7 +156,8 @@ def _check_state(index: "Index") -> None:
     """Raise DamagedError unless the state of a checkpoint has the fields that the trainer reads, with valid values."""
     from minidist.checkpoint.index_validation import is_count  # here: it imports torch, which takes seconds
 
-    state, scaler = index.state, index.state.get("loss_scaler")
+    state = index.state
+    scaler = index.state.get("loss_scaler")
     replicas = {int(match[1]) for match in map(_REPLICA.match, index.tensors) if match} | {0}
     fields = {
         "step": is_count(state.get("step")) and state["step"] == index.step,

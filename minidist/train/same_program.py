@@ -36,9 +36,11 @@ def check_same_program(config: Config, group: Group) -> None:
     by_rank = all_gather_object(facts, group)
     names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     differing = [_format_values(name, by_rank) for name in names if len({f.get(name) for f in by_rank}) > 1]
-    what, fix = "were started with different options", "Give all of them the same options"
+    what = "were started with different options"
+    fix = "Give all of them the same options"
     if any(text.startswith("file ") for text in differing):
-        what, fix = "run different code", "Install the same version of minidist for all of them"
+        what = "run different code"
+        fix = "Install the same version of minidist for all of them"
     more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
     raise UserError(f"the ranks {what}: {'; '.join(differing[:4])}{more}. {fix}.")
 
@@ -47,7 +49,8 @@ def _flatten(section: Any, prefix: str = "") -> dict[str, str]:
     """Return the values of all options that must agree, as text, by name: {"optim.lr": "0.003"}."""
     found: dict[str, str] = {}
     for field in option_fields(section):
-        name, value = field.name, getattr(section, field.name)
+        name = field.name
+        value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             found |= _flatten(value, f"{prefix}{name}.")
         elif prefix + name not in _OWN:

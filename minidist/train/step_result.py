@@ -94,7 +94,9 @@ class SkippedSteps:
 
     def __init__(self, limit: int, scaler: LossScaler | None, all_gather_object: GatherObjects):
         self.total = self.consecutive = self.last_step = 0
-        self._limit, self._scaler, self._all_gather_object = limit, scaler, all_gather_object
+        self._limit = limit
+        self._scaler = scaler
+        self._all_gather_object = all_gather_object
 
     def add_step(self, result: StepResult, step: int, describe_last_checkpoint: Callable[[], str]) -> str | None:
         """Collective: count the step if it was not finite; then return a line about it for the log, otherwise None.
@@ -103,13 +105,15 @@ class SkippedSteps:
         Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
         finite, or the loss scaler is exhausted.
         """
-        is_counted, self.last_step = step == self.last_step, step
+        is_counted = step == self.last_step
+        self.last_step = step
         if is_counted:
             return None
         if result.is_finite:
             self.consecutive = 0
         elif not result.overflowed:
-            self.total, self.consecutive = self.total + 1, self.consecutive + 1
+            self.total += 1
+            self.consecutive += 1
             found = _describe_not_finite(result, step, self._all_gather_object)
             if self.consecutive <= self._limit:
                 return f"{found} The step was skipped ({self.consecutive} of at most {self._limit} in sequence)."

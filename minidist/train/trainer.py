@@ -92,10 +92,14 @@ class Trainer:
         recovery: Recovery | None = None,
     ):
         config = inherit_options(config)
-        self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
+        self.world = world
+        self.config = config
+        self.observers = tuple(observers)
+        self.recovery = recovery
         self._unwritable: set[str] = set()  # what the observers could not write, as far as it has been noted
         self.mesh = validate(config, world.size)
-        specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
+        specs = group_specs(self.mesh, config)
+        check = partial(check_same_program, config)
         self.groups = comm.bind(
             world,
             self.mesh,
@@ -111,7 +115,8 @@ class Trainer:
         self._check_same_corpus()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self.start_notes = run.path, run.describe_unfinished_saves()
+        self.folder = run.path
+        self.start_notes = run.describe_unfinished_saves()
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
         self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         try:
@@ -122,7 +127,8 @@ class Trainer:
 
     def _build(self, checkpoints: Sequence[Path]) -> None:
         """Build the engine and load its state. checkpoints: to resume from, in the order to try them."""
-        config, recovery = self.config, self.recovery
+        config = self.config
+        recovery = self.recovery
         model = Transformer(config.model)
         init_parameters(model, config.train.seed)
         self.engine = Engine(
@@ -130,10 +136,12 @@ class Trainer:
         )
         # The ranks do not meet in every step, so that rank 0 must be able to complete a checkpoint alone.
         self.saver.writes_entries = self.engine.control is not self.control
-        data, train = config.data, config.train
+        data = config.data
+        train = config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
-        self.progress, self.step_time_s = Progress(), 0.0
+        self.progress = Progress()
+        self.step_time_s = 0.0
         gather = comm.bind_all_gather_object(self.engine.control)
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, gather)
         self.stop_request: StopSignalRecorder | None = None
@@ -169,7 +177,8 @@ class Trainer:
                 self.note_failed_write(f"the output of {type(observer).__name__}", error)
 
     def _open_corpus(self) -> Corpus:
-        data, model = self.config.data, self.config.model
+        data = self.config.data
+        model = self.config.model
         corpus = self.recovery.corpus if self.recovery else open_corpus(data.source, data.path, data.seq_len)
         if corpus.vocab_size > model.vocab_size:
             raise UserError(
@@ -209,7 +218,10 @@ class Trainer:
 
         stop: this rank's signal handler, already entered with `with`. A stopped run saves a checkpoint first.
         """
-        train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
+        train = self.config.train
+        meter = self.groups.meter
+        recovery = self.recovery
+        stopped = False
         self.stop_request = stop
         self._notify("on_start", self)
         for note in self.start_notes:
@@ -235,10 +247,13 @@ class Trainer:
         return self.stop_request.signal_name is not None
 
     def _step(self) -> StepResult:
-        config, step, meter = self.config, self.progress.step, self.groups.meter
+        config = self.config
+        step = self.progress.step
+        meter = self.groups.meter
         start = time.perf_counter()
         at = self.mesh.coords(self.world.rank)["dp"]
-        data, train = config.data, config.train
+        data = config.data
+        train = config.train
         with meter.span("data"):
             batches = self.loader.micro_batches(
                 self.progress.consumed_samples, train.global_batch, at, self.mesh.dp, train.micro_batches, data.shares
@@ -264,7 +279,9 @@ class Trainer:
 
     def _count_global_tokens(self) -> float:
         """Return the weighted number of tokens of the next global batch, which each rank finds without the others."""
-        data, size, dp = self.config.data, self.config.train.global_batch, self.mesh.dp
+        data = self.config.data
+        size = self.config.train.global_batch
+        dp = self.mesh.dp
         parts = [
             self.loader.micro_batches(self.progress.consumed_samples, size, at, dp, 1, data.shares) for at in range(dp)
         ]
@@ -276,7 +293,9 @@ class Trainer:
 
         Returns the result, in which a rank may meanwhile have asked for the end of the run.
         """
-        step, train, stopped = self.progress.step, self.config.train, result.stop_requested
+        step = self.progress.step
+        train = self.config.train
+        stopped = result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
         elif path := self.saver.commit_if_written():
@@ -300,7 +319,8 @@ class Trainer:
                 self._finish_save()
                 if self._saved_step != step:
                     self._save(wait=True, at_end=True)
-        self.reported_steps, self.interrupted_step = step, None
+        self.reported_steps = step
+        self.interrupted_step = None
         return dataclasses.replace(result, stop_requested=stopped)
 
     def _evaluate(self) -> float | None:

@@ -42,7 +42,8 @@ class ZeroReducerBuilder:
     dtypes: PrecisionDtypes
 
     def __post_init__(self):
-        self.parameters, self.zero = named_parameters(self.model), self.config.zero
+        self.parameters = named_parameters(self.model)
+        self.zero = self.config.zero
         world = self.groups.world
         self.offload = self.zero.offload and world.device.type == "cuda"
         if self.zero.stage:
@@ -57,7 +58,8 @@ class ZeroReducerBuilder:
     def build(self) -> ZeroReducer:
         """Return the reducer; parameters become views of flat parameters. KeyError if a reduction group is missing."""
         trained = trainable_parameters(self.parameters)
-        gatherer, frozen = None, []
+        gatherer = None
+        frozen = []
         if self.zero.stage < 3:
             members = [self._make_reduced_flat_param(FlatParam, planned.layout) for planned in self._plan(trained)]
         else:
@@ -93,7 +95,9 @@ class ZeroReducerBuilder:
         self, trained: Mapping[str, Tensor]
     ) -> tuple[list[ReducedFlatParam], list[FlatParam], BlockGatherer]:
         """Make the flat parameters of each block and of the root; frozen parameters have their own."""
-        members, frozen, flat_params = [], [], {}
+        members = []
+        frozen = []
+        flat_params = {}
         for planned in self._plan(trained):
             members.append(self._make_reduced_flat_param(ShardedFlatParam, planned.layout))
             flat_params.setdefault(planned.block, []).append(members[-1].flat_param)
@@ -107,13 +111,15 @@ class ZeroReducerBuilder:
             flat_params.setdefault(block, []).append(frozen[-1])
         layers = self.model.model.layers
         blocks = [Block(layers[i], flat_params[i], i) for i in flat_params if i != ROOT]
-        root, zero = Block(self.model, flat_params.get(ROOT, []), ROOT), self.zero
+        root = Block(self.model, flat_params.get(ROOT, []), ROOT)
+        zero = self.zero
         gatherer = BlockGatherer(self.model, root, blocks, len(layers), zero.keep_last_block, zero.prefetch)
         return members, frozen, gatherer
 
     def _make_reduced_flat_param(self, kind: type[FlatParam], layout: FlatLayout) -> ReducedFlatParam:
         names = list(layout.slots)
-        flat_param, replicas = self._make_flat_param(kind, layout), self._replica_ranks(names[0])
+        flat_param = self._make_flat_param(kind, layout)
+        replicas = self._replica_ranks(names[0])
         replica_group = None
         if len(replicas) > 1:
             spec = replace(self.specs[names[0]], contributors=replicas)
@@ -129,12 +135,15 @@ class ZeroReducerBuilder:
         if frozen:
             dtypes = PrecisionDtypes(*[dtypes.parameter] * 5)
         parameters = {name: self.parameters[name] for name in layout.slots}
-        offload, rounding = self.offload and not frozen, None if dtypes.master else self._make_rounding(layout)
+        offload = self.offload and not frozen
+        rounding = None if dtypes.master else self._make_rounding(layout)
         return kind(parameters, self.values, layout, self.group, dtypes, offload, rounding)
 
     def _make_rounding(self, layout: FlatLayout) -> RoundingFunction:
         """Return the rounding, which depends on an element's index in the full parameter and not on the sharding."""
-        ranges, specs, seed = layout.param_ranges(self.group.rank), self.specs, self.config.train.seed
+        ranges = layout.param_ranges(self.group.rank)
+        specs = self.specs
+        seed = self.config.train.seed
 
         def round_parameter(values: Tensor, into: Tensor, step: int, name: str) -> None:
             index = ranges[name][0]
@@ -155,7 +164,8 @@ class ZeroReducerBuilder:
 
     def _shard_spec(self, name: str, start: int, stop: int) -> ParamSpec:
         """Return the spec of elements `start` to `stop` of this rank's (tensor-parallel) shard of a parameter."""
-        spec, own_index = self.specs[name], self.shard_index[self.groups.world.rank]
+        spec = self.specs[name]
+        own_index = self.shard_index[self.groups.world.rank]
         (box,) = spec.boxes
         boxes = tuple(_shifted(inner, box.start) for inner in flat_boxes(box.shape, start, stop))
         replicas = tuple(rank for rank in spec.replicas if self.shard_index[rank] == own_index)

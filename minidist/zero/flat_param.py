@@ -40,7 +40,9 @@ class FlatParam:
         offload: bool = False,
         rounding: RoundingFunction | None = None,
     ):
-        self.parameters, self.layout, self.group = dict(parameters), layout, group
+        self.parameters = dict(parameters)
+        self.layout = layout
+        self.group = group
         begin, end = layout.shard_bounds(group.rank)
         ranges = layout.param_ranges(group.rank)  # indices into each parameter
         self.param_bounds = {
@@ -121,8 +123,11 @@ class FullGradients:
         dtypes: PrecisionDtypes,
         device: torch.device,
     ):
-        self.layout, self.group, self.replica_group = layout, group, replica_group
-        self.dtypes, self.device = dtypes, device
+        self.layout = layout
+        self.group = group
+        self.replica_group = replica_group
+        self.dtypes = dtypes
+        self.device = device
         self._in_flight: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
         self._allocate()
 
@@ -161,7 +166,8 @@ class FullGradients:
         """Start the reduce-scatter of `full` into `target`, in the reduction dtype; return the tensor that is sent."""
         output = target
         if self.dtypes.reduce != self.dtypes.accumulate:
-            full, output = full.to(self.dtypes.reduce), torch.empty_like(target, dtype=self.dtypes.reduce)
+            full = full.to(self.dtypes.reduce)
+            output = torch.empty_like(target, dtype=self.dtypes.reduce)
         self._in_flight = reduce_scatter(output, full, self.group, async_op=True), output, target
         return full
 
@@ -230,7 +236,8 @@ class ShardedGradients(FullGradients):
         flat_grad = torch.empty(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
         flat_grad[flat_grad.numel() - self.layout.padding :].zero_()  # padding is sent too
         for name, slot in self.layout.slots.items():
-            view, grad = flat_grad[slot.start : slot.stop], self._local_grads.pop(name, None)
+            view = flat_grad[slot.start : slot.stop]
+            grad = self._local_grads.pop(name, None)
             if grad is None:
                 view.zero_()
             else:

@@ -63,8 +63,11 @@ class BlockGatherer:
         keep_last_block: bool,
         prefetch: bool,
     ):
-        self.root, self.blocks = root, {block.index: block for block in blocks}
-        self.num_layers, self.keep_last_block, self.prefetch = num_layers, keep_last_block, prefetch
+        self.root = root
+        self.blocks = {block.index: block for block in blocks}
+        self.num_layers = num_layers
+        self.keep_last_block = keep_last_block
+        self.prefetch = prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
@@ -130,7 +133,8 @@ class BlockGatherer:
 
     def _end_block_backward(self) -> None:
         """End the backward of the current block: reshard its parameters and report it."""
-        block, self._in_backward = self._in_backward, None
+        block = self._in_backward
+        self._in_backward = None
         if block is not None:
             block.reshard()
             if self.on_block_done is not None:

@@ -81,7 +81,8 @@ def lay_out_flat(sizes: Mapping[str, int], num_shards: int) -> FlatLayout:
 
     sizes: number of elements of each parameter, by name, in the order of the flat buffer.
     """
-    slots, end = {}, 0
+    slots = {}
+    end = 0
     for name, numel in sizes.items():
         slots[name] = Slot(end, end + numel)
         end += numel

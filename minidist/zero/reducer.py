@@ -36,7 +36,8 @@ class InOrderReductions:
     """
 
     def __init__(self, members: Sequence[ReducedFlatParam], eager: bool):
-        self.members, self.eager = members, eager
+        self.members = members
+        self.eager = eager
         self._in_flight: deque[FullGradients] = deque()  # those that hold a full-length buffer
         self.reset_for_next_backward()
 
@@ -65,7 +66,8 @@ class InOrderReductions:
         return self.members[self._next :]
 
     def _launch(self) -> None:
-        member, gradients = self.members[self._next], self.members[self._next].gradients
+        member = self.members[self._next]
+        gradients = self.members[self._next].gradients
         self.awaited -= member.flat_param.parameters.keys()
         self._next += 1
         if not gradients.transient:
@@ -102,8 +104,12 @@ class ZeroReducer(GradientReducer):
         gatherer: BlockGatherer | None = None,
         reduces_each_block: bool = False,
     ):
-        self.members, self._frozen, self._names, self.master_specs = members, frozen, names, dict(master_specs)
-        self.reduces_each_micro_batch, self.gatherer = reduces_each_micro_batch, gatherer
+        self.members = members
+        self._frozen = frozen
+        self._names = names
+        self.master_specs = dict(master_specs)
+        self.reduces_each_micro_batch = reduces_each_micro_batch
+        self.gatherer = gatherer
         self._member_of = {name: member for member in members for name in member.flat_param.parameters}
         chunks = sorted({member.chunk for member in members}) if reduces_each_micro_batch else [None]
         self._orders = {
@@ -190,7 +196,8 @@ class ZeroReducer(GradientReducer):
         One group has all flat parameters whose update needs no temporary memory. Each of the others is a group of its
         own; its update needs memory for gradients in the masters' dtype, or for masters not kept between steps.
         """
-        combined, separate = [], []
+        combined = []
+        separate = []
         for member in self.members:
             temporary = member.flat_param.masters.needs_temporary_memory(member.gradients.result)
             (separate if temporary else combined).append(member)
@@ -227,7 +234,9 @@ class ZeroReducer(GradientReducer):
                 member.gradients.discard_aborted_step()
         for order in self._orders.values():
             order.reset_for_next_backward()
-        self._used, self._unused, self._nothing_in_flight = set(), set(), True
+        self._used = set()
+        self._unused = set()
+        self._nothing_in_flight = True
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -103,14 +103,16 @@ def _cpu_backward(grad, query, key, value, out, lse, causal):
 
 
 def _flash(query, key, value, causal):
-    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    width = query.shape[-1]
+    scale = query.shape[-1] ** -0.5
     query, key, value = map(_widen, (query, key, value))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return out[..., :width], lse
 
 
 def _flash_backward(grad, query, key, value, out, lse, causal):
-    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    width = query.shape[-1]
+    scale = query.shape[-1] ** -0.5
     wide = map(_widen, (grad, query, key, value, out))
     # Random numbers are for dropout, of which there is none here; starts of sequences for batches of several lengths.
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -121,14 +123,16 @@ def _flash_backward(grad, query, key, value, out, lse, causal):
 
 
 def _efficient(query, key, value, causal):
-    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    width = query.shape[-1]
+    scale = query.shape[-1] ** -0.5
     wide = map(_widen, (query, key, value))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(*wide, None, True, 0.0, causal, scale=scale)
     return out[..., :width], lse[..., : query.shape[2]]
 
 
 def _efficient_backward(grad, query, key, value, out, lse, causal):
-    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    width = query.shape[-1]
+    scale = query.shape[-1] ** -0.5
     grad, query, key, value, out = map(_widen, (grad, query, key, value, out))
     # With an infinite lse, what is filled up has shares of 0.
     lse = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED_LSE), value=torch.inf).contiguous()

@@ -71,7 +71,8 @@ def ring_backward(
     """
     held = torch.stack((key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
-    dquery, home = torch.zeros_like(query, dtype=dtype), torch.zeros_like(held, dtype=dtype)
+    dquery = torch.zeros_like(query, dtype=dtype)
+    home = torch.zeros_like(held, dtype=dtype)
     sums = home  # of the block at hand: the first is this rank's own
     for step in range(group.size):
         leaving = [held] if step < group.size - 1 else []

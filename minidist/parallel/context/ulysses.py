@@ -32,7 +32,8 @@ def ulysses_attention(
     "zigzag". If n does not divide kv_heads, key and value heads are repeated before they are sent: n / gcd(n, kv_heads)
     times the bytes. Raises ValueError if n does not divide the query heads.
     """
-    size, heads = group.size, query.shape[1]
+    size = group.size
+    heads = query.shape[1]
     if heads % size:
         raise ValueError(f"{heads} query heads cannot be shared equally by {size} ranks: use ring attention")
     repeats = size // math.gcd(size, key.shape[1])

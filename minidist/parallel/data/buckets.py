@@ -33,7 +33,8 @@ class Bucket:
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):
         first = next(iter(parameters.values()))
         numel = sum(parameter.numel() for parameter in parameters.values())
-        self.group, self.counted_names = group, counted_names
+        self.group = group
+        self.counted_names = counted_names
         self.buffer = torch.zeros(numel + len(counted_names), dtype=first.dtype, device=first.device)
         self.use_counts = self.buffer[numel:]
         self.views: dict[str, Tensor] = {}

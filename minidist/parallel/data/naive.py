@@ -53,4 +53,5 @@ class NaiveReducer(GradientReducer):
         super().clear_gradients()
         for total in self._sums.values():
             total.zero_()
-        self._used, self._ready = set[str](), set[str]()
+        self._used = set[str]()
+        self._ready = set[str]()

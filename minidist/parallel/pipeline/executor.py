@@ -54,7 +54,9 @@ class PipelineExecutor:
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
     ):
-        self.schedule, self.stage, self.reducer = schedule, groups[0].rank, reducer
+        self.schedule = schedule
+        self.stage = groups[0].rank
+        self.reducer = reducer
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
         self._program: StageProgram = build_stage_programs(schedule)[self.stage]
@@ -116,7 +118,8 @@ class PipelineExecutor:
             self._sends.popleft().wait()
 
     def _transfer(self, transfer: Transfer, empty_hidden: EmptyHidden) -> None:
-        place, group = transfer.result_of, self._groups[transfer.result_of.action.kind]
+        place = transfer.result_of
+        group = self._groups[transfer.result_of.action.kind]
         if transfer.kind == "recv":
             tensor = empty_hidden(place.action.micro_batch)
             self._arrived[place] = tensor, recv(tensor, transfer.peer, group, async_op=True)

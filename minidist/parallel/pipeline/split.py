@@ -37,7 +37,8 @@ def keep_stage_modules(
     an embedding on another stage, this stage keeps a replica of the embedding's weight, under its name; the caller must
     see to it that the gradients of both replicas are summed.
     """
-    tied, end = model.config.tie_embeddings, schedule.num_parts - 1
+    tied = model.config.tie_embeddings
+    end = schedule.num_parts - 1
     chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.num_chunks)}
     part_of = {index: position for position in chunks for index in parts[position]}
     layers = model.model.layers

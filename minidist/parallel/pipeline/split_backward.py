@@ -22,7 +22,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, name, deferred):
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.deferred = name, deferred
+        ctx.name = name
+        ctx.deferred = deferred
         return F.linear(x, weight)
 
     @staticmethod
@@ -42,7 +43,8 @@ class DeferWeightGradients(TorchFunctionMode):
 
     def __init__(self, names: Mapping[Tensor, str], deferred: list[DeferredWeightGradient]):
         super().__init__()
-        self._names, self._deferred = names, deferred
+        self._names = names
+        self._deferred = deferred
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))

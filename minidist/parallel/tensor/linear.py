@@ -21,7 +21,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, weight: Tensor, enter: Operator | None = None):
         super().__init__()
-        self.weight, self._enter = nn.Parameter(weight), enter
+        self.weight = nn.Parameter(weight)
+        self._enter = enter
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's output features, (b, s, out / ranks)."""
@@ -37,7 +38,8 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, weight: Tensor, leave: Operator):
         super().__init__()
-        self.weight, self._leave = nn.Parameter(weight), leave
+        self.weight = nn.Parameter(weight)
+        self._leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
         """Collective: return the sum over the ranks, (b, s, out); with sequence parallelism (b, s / ranks, out)."""

@@ -43,7 +43,8 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
     activations that norms, dropout and the residual stream save for backward are sharded. A norm then processes a part
     of the tokens, so its gradients are partial.
     """
-    config, size = model.config, group.size
+    config = model.config
+    size = group.size
     validate_tensor_parallel(config, size)
     everyone = tuple(range(size))
     held = {name: ParamShard(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
@@ -80,7 +81,8 @@ class _Cutter:
     """Shards parameters for one rank and records the shards."""
 
     def __init__(self, group: Group, held: dict[str, ParamShard]):
-        self.group, self._held = group, held
+        self.group = group
+        self._held = held
 
     def range(self, whole: int) -> tuple[int, int]:
         """The (start, stop) of this rank's equal shard of `whole` features."""
@@ -103,14 +105,16 @@ class _Cutter:
 
 def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, name: str) -> None:
     """Give each rank whole heads: consecutive query heads, and the key and value heads that they attend to."""
-    group, width = cutter.group, config.head_dim
+    group = cutter.group
+    width = config.head_dim
     attention.q_proj = ColumnParallelLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
     # With fewer key heads than ranks, several ranks hold the same head, each for its own query heads.
     each = max(1, config.num_kv_heads // group.size)
     head = group.rank * config.num_kv_heads // group.size
     holders = tuple(r for r in range(group.size) if r * config.num_kv_heads // group.size == head)
     for which in ("k_proj", "v_proj"):
-        weight, at = getattr(attention, which).weight, (head * width, (head + each) * width)
+        weight = getattr(attention, which).weight
+        at = (head * width, (head + each) * width)
         rows = cutter.cut(f"{name}.{which}.weight", weight, 0, at, holders)
         setattr(attention, which, ColumnParallelLinear(rows))
     attention.o_proj = RowParallelLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)

@@ -19,7 +19,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: Tensor, first: int, leave: Operator):
         super().__init__()
-        self.weight, self._first, self._leave = nn.Parameter(weight), first, leave
+        self.weight = nn.Parameter(weight)
+        self._first = first
+        self._leave = leave
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Collective: return the embeddings of `tokens` (b, s), to which each rank contributes its rows."""
@@ -61,7 +63,8 @@ class VocabParallelLoss:
     """
 
     def __init__(self, first: int, group: Group):
-        self._first, self._group = first, group
+        self._first = first
+        self._group = group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Collective: return the sum of the token losses, and their number, both the same on all ranks.

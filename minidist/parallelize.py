@@ -20,7 +20,7 @@ from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
 from minidist.parallel.tensor.split import ParamShard, apply_tensor_parallel
-from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters
+from minidist.parameters import Box, ParamSpec, check_specs_match_parameters, named_parameters
 from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import Policy, resolve_policy
 from minidist.precision.scaler import LossScaler
@@ -121,7 +121,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         replicas = ranks_with(mesh, stages[name], together, shard.holders)
         contributors = replicas if shard.partial else ranks_with(mesh, stages[name], together, (tp_rank,))
         specs[name] = ParamSpec(name, shapes[name], (shard.box,), replicas, contributors)
-    check_specs_cover(model, specs)
+    check_specs_match_parameters(model, specs)
     policy = resolve_policy(config.precision)
     chunk_of = {} if schedule is None else _completing_chunks(schedule, groups["activations"].rank, used_by)
     reducer = _reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)

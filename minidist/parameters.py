@@ -60,6 +60,11 @@ class Box:
             return None
         return Box(start, stop)
 
+    def shifted(self, offset: tuple[int, ...]) -> "Box":
+        """Return this box, moved by `offset` in each dimension."""
+        ends = (self.start, self.stop)
+        return Box(*(tuple(a + b for a, b in zip(end, offset, strict=True)) for end in ends))
+
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds exactly the box `outer`, which must contain this one."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
@@ -159,7 +164,7 @@ def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, Para
     return specs
 
 
-def check_specs_cover(model: nn.Module, specs: ParamSpecs) -> None:
+def check_specs_match_parameters(model: nn.Module, specs: ParamSpecs) -> None:
     """Raise KeyError unless `specs` has a spec of every parameter of the model, with the parameter's local size."""
     for name, parameter in named_parameters(model).items():
         if name not in specs:

@@ -35,7 +35,7 @@ You may call:
 
 Check it with: python -m exercises check data_parallel
 
-Stub 617154be.
+Stub ff362c94.
 """
 
 from collections.abc import Callable, Mapping
@@ -103,10 +103,10 @@ class NaiveReducer:
         copy_to_parameters(self.masters, self.parameters)
 
     def gather_root(self) -> None:
-        """Called before the first forward of a step or an evaluation: all parameters are here already (see `zero`)."""
+        """Called before the first forward of a step or an evaluation. Nothing to do here: ZeRO 3 gathers parameters."""
 
     def end_micro_batch(self) -> None:
-        """Called after the backward of every micro-batch: nothing to do here; ZeRO 2 and 3 reduce."""
+        """Called after the backward of every micro-batch. Nothing to do here: ZeRO 2 and 3 reduce gradients."""
 
     def free_root(self) -> None:
-        """Called after an evaluation: parameters are kept (see `zero`)."""
+        """Called after an evaluation. Nothing to do here: ZeRO 3 frees the parameters that are still gathered."""

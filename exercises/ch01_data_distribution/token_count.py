@@ -19,7 +19,7 @@ You may call:
 
 Check it with: python -m exercises check token_count
 
-Stub 6336c8d6.
+Stub 3069e056.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from minidist.comm import Group, all_reduce
 def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> float:
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
-    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens.
+    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, the factor with which the loss
+    of this rank's data counts. group: the ranks that process different tokens.
     """
     raise NotImplementedError("return the weighted number of tokens of all ranks")

@@ -25,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check ring_attention
 
-Stub 7a4d59bb.
+Stub 9f117399.
 """
 
 import torch
@@ -60,6 +60,6 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, g
     """Collective: return the attention output of this rank's queries, and the log-sum-exp of their scores.
 
     query, key, value, output: (b, heads, s / n, d), of this rank's tokens. log-sum-exp: (b, heads, s / n). positions:
-    from `all_positions`. Sends each rank's keys and values n - 1 times.
+    from `positions_by_rank`. Sends each rank's keys and values n - 1 times.
     """
     raise NotImplementedError("return the output and the log-sum-exp over the keys of all ranks")

@@ -25,10 +25,10 @@ def positions_of_all_ranks(answer):
         (True, contiguous, [(1, 1), (1, 5)]),  # one rank: not cut
     ):
         for ranks, each in sizes:
-            got, wanted = answer.all_positions(ranks * each, ranks, is_zigzag), layout(ranks, each)
+            got, wanted = answer.positions_by_rank(ranks * each, ranks, is_zigzag), layout(ranks, each)
             case = f"{ranks * each} tokens on {ranks} ranks, zigzag={is_zigzag}"
             if not isinstance(got, torch.Tensor):
-                raise Wrong("type", "all_positions returns a tensor", "a tensor", type(got).__name__, case)
+                raise Wrong("type", "positions_by_rank returns a tensor", "a tensor", type(got).__name__, case)
             expect("the positions", got, wanted, case=case)
             expect("dtype", str(got.dtype), "torch.int64", case=case)
 
@@ -48,7 +48,7 @@ def positions_of_one_rank(answer):
 def equal_work(answer):
     """In zig-zag every rank has equally many scores, also with the keys of each other rank alone."""
     for ranks, each in cases():
-        positions = answer.all_positions(ranks * each, ranks, True)
+        positions = answer.positions_by_rank(ranks * each, ranks, True)
         counts = [[int((own[:, None] >= other).sum()) for other in positions] for own in positions]
         case = f"{ranks * each} tokens on {ranks} ranks"
         total = ranks * each * (ranks * each + 1) // 2
@@ -61,9 +61,9 @@ def equal_work(answer):
 def lengths_that_cannot_be_cut(answer):
     """A ValueError that names the length, if the parts or chunks cannot be equally long."""
     for seq_len, ranks, is_zigzag in ((5, 2, False), (7, 3, False), (6, 2, True), (3, 3, True), (1, 2, False)):
-        expect_raises(ValueError, answer.all_positions, seq_len, ranks, is_zigzag)
+        expect_raises(ValueError, answer.positions_by_rank, seq_len, ranks, is_zigzag)
         try:
-            answer.all_positions(seq_len, ranks, is_zigzag)
+            answer.positions_by_rank(seq_len, ranks, is_zigzag)
         except ValueError as error:
             case = f"{seq_len} tokens on {ranks} ranks, zigzag={is_zigzag}"
             expect("whether the message has the length", str(seq_len) in str(error), True, case=case)

@@ -24,12 +24,12 @@ You may call:
     all_to_all(received, sent, group)   sends sent[i] to rank i, whose part arrives in received[i]; both contiguous
     Tensor.chunk(n, dim)   n equal slices, as views; torch.stack, torch.empty_like, torch.cat(parts, dim)
     SwapShards.apply(x, split, join, group)   the function with its backward; ctx keeps what backward needs
-    all_positions(s, n, zigzag)   (n, s / n) int64, row r the positions of rank r's tokens: 2.14; Tensor.argsort()
+    positions_by_rank(s, n, zigzag)   (n, s / n) int64, row r the positions of rank r's tokens: 2.14; Tensor.argsort()
     Tensor.repeat_interleave(times, dim)   each index `times` in succession; group.rank, group.size
 
 Check it with: python -m exercises check ulysses_attention
 
-Stub 7cf9d27d.
+Stub a675a4dd.
 """
 
 import torch
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from minidist.comm import Group, all_to_all
-from minidist.simple.context_parallel import all_positions
+from minidist.simple.context_parallel import positions_by_rank
 
 
 class SwapShards(Function):

@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check zigzag_positions
 
-Stub 4459f939.
+Stub 2536776c.
 """
 
 import torch
@@ -29,15 +29,16 @@ from torch import Tensor
 
 
 def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
-    """Return the positions of one rank's tokens, (s / n,) int64, as `all_positions` does."""
+    """Return the positions of one rank's tokens, (s / n,) int64, as `positions_by_rank` does."""
     raise NotImplementedError("return the positions of one rank's tokens, (s / n,)")
 
 
-def all_positions(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
+def positions_by_rank(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
     """Return the positions of all ranks' tokens in the full sequence, (n, s / n) int64: row r is rank r's, ascending.
 
     Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk
-    r from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks
-    have equally much to compute. Raises ValueError if the sequence cannot be cut evenly.
+    r from the front and chunk r from the back. A late query attends to more keys than an early one; with zig-zag all
+    ranks have the same number of unmasked scores. (This ring computes the masked scores, too; the fast one skips them.)
+    Raises ValueError if the sequence cannot be cut evenly.
     """
     raise NotImplementedError("return the positions of all ranks' tokens, (n, s / n)")

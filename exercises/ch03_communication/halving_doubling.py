@@ -29,7 +29,7 @@ You may call:
 
 Check it with: python -m exercises check halving_doubling
 
-Stub 7ee237ea.
+Stub de5e11a0.
 """
 
 from torch import Tensor
@@ -41,8 +41,9 @@ from minidist.simple.collectives import exchange
 def halve_and_double(flat: Tensor, ranks: list[int], group: Group, op: str) -> None:
     """Collective over `ranks`, a power of two of them: all-reduce `flat` (n,) in place.
 
-    Halving: each half of the ranks reduces one half of the tensor, after every rank has sent the other half of its own
-    to its partner among the other ranks. Doubling: afterwards the partners exchange their reduced halves.
+    Halving: a rank and its partner in the other half of `ranks` each send one half of their tensor, and reduce the half
+    that they receive; each half of `ranks` then repeats this with its own half of the tensor. Doubling: on the way back
+    the partners exchange their reduced halves.
     """
     raise NotImplementedError("exchange halves, reduce the kept half over half of the ranks, exchange the results")
 

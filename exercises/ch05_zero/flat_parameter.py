@@ -33,7 +33,7 @@ You may call:
 
 Check it with: python -m exercises check flat_parameter
 
-Stub 78d42e53.
+Stub e20544ec.
 """
 
 from collections.abc import Mapping
@@ -55,8 +55,8 @@ class FlatParameter:
 
     full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the same in the masters'
     dtype; the shard itself if the dtypes are equal. grad: (size,), this rank's shard of the summed gradient. places:
-    for each parameter with elements in this shard, their slice of the shard and the first one's offset in the flattened
-    parameter.
+    for each parameter that overlaps this shard, the slice of the shard that its elements fill, and the index of the
+    first of these elements in the flattened parameter.
     """
 
     def __init__(self, parameters: Tensors, masters: Tensors, group: Group, own_shard: bool):
@@ -70,7 +70,7 @@ class FlatParameter:
         raise NotImplementedError("copy the tensors to their offsets in a new buffer")
 
     def start_gather(self) -> None:
-        """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
+        """Collective if the buffer is freed: allocate it, and start the all-gather of its shards; `wait` before use."""
         raise NotImplementedError("allocate the buffer and launch its all-gather")
 
     def wait(self) -> None:

@@ -25,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check zero_stage_two
 
-Stub a6eadbd6.
+Stub bcce1684.
 """
 
 from torch import Tensor
@@ -53,7 +53,7 @@ class ZeroStage2(ZeroStage1):
         raise NotImplementedError("add the gradient, and reduce the blocks that are complete")
 
     def end_micro_batch(self) -> None:
-        """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
+        """Collective: reduce the blocks that have not received all their gradients in this micro-batch."""
         raise NotImplementedError("reduce the remaining blocks, and begin again")
 
     def reduce_sums(self) -> None:

@@ -11,15 +11,15 @@ Example: with initial_scale=1024 and growth_interval=2, the scales after the ste
 After the overflow, overflowed is [2048.0] until the next good step, and then [].
 
 Checked: the scales of many sequences of steps against torch's own rule, up to 2**127 and below 1; `overflowed` and
-`exhausted` with several limits; that a scaler that has loaded a state from JSON continues exactly as the one that saved
-it, whose list it does not share; and a training loop on 1 and 2 ranks with gradients of 2**-26 and 8.
+`overflows_persist` with several limits; that a scaler that has loaded a state from JSON continues exactly as the one
+that saved it, whose list it does not share; and a training loop on 1 and 2 ranks with gradients of 2**-26 and 8.
 
 You may call:
     len(list), min(a, b), float(number)   nothing else is needed
 
 Check it with: python -m exercises check loss_scaler
 
-Stub ee1569d8.
+Stub 56c31329.
 """
 
 from minidist.config import PrecisionConfig
@@ -36,7 +36,7 @@ class LossScaler:
         raise NotImplementedError("start with the initial scale, and no step")
 
     @property
-    def exhausted(self) -> bool:
+    def overflows_persist(self) -> bool:
         """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
         raise NotImplementedError("return whether `max_overflows` consecutive steps or more overflowed")
 

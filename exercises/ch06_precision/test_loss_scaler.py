@@ -82,13 +82,13 @@ def counts_consecutive_overflows(answer):
             for count in range(most + 2):
                 expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
                 what = f"exhausted after {count} consecutive overflows, with max_overflows {most}"
-                expect(what, scaler.exhausted, count >= most)
+                expect(what, scaler.overflows_persist, count >= most)
                 wanted = [*wanted, scaler.scale]
                 scaler.update(OVERFLOW)
             expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
             scaler.update(GOOD)
             expect("the scales of the steps skipped since the last good one", scaler.overflowed, [])
-            expect("exhausted after a good step", scaler.exhausted, False)
+            expect("exhausted after a good step", scaler.overflows_persist, False)
 
 
 @test(points=2)
@@ -105,7 +105,7 @@ def continues_after_a_restart(answer):
             loaded.load_state_dict(state)
             for count in range(len(after) + 1):
                 case = f"saved after the steps '{before}', then '{after[:count]}' (x: overflow), max_overflows 3"
-                for name in ("scale", "overflowed", "exhausted"):
+                for name in ("scale", "overflowed", "overflows_persist"):
                     wanted = getattr(saved, name)
                     expect(f"`{name}` of the scaler that loaded the state", getattr(loaded, name), wanted, case=case)
                 if count < len(after):

@@ -75,7 +75,7 @@ def check_index(index: "Index") -> None:
     for name, tensor in index.tensors.items():
         _check_tensor(name, tensor)
         for part in tensor.parts:
-            numel = math.prod(map(int.__sub__, *reversed(_limits(part, tensor.shape)[0])))
+            numel = math.prod(map(int.__sub__, *reversed(_bounds_and_shape(part, tensor.shape)[0])))
             used[part.file] += numel * DTYPES[tensor.dtype_name].itemsize
     for name, num_bytes in used.items():
         if not num_bytes < index.files[name].num_bytes <= num_bytes + _MAX_HEADER_BYTES:
@@ -93,7 +93,7 @@ def _check_tensor(name: str, tensor: SavedTensor) -> None:
     if len(tensor.shape) > _MAX_DIMENSIONS or not all(map(is_count, tensor.shape)):
         raise ValueError(f"{_short(name)} has the shape {_short(list(tensor.shape))}")
     for part in tensor.parts:
-        (start, stop), limits = _limits(part, tensor.shape)
+        (start, stop), limits = _bounds_and_shape(part, tensor.shape)
         inside = len(start) == len(stop) == len(limits) and all(map(is_count, (*start, *stop)))
         if not inside or not all(a < b <= n for a, b, n in zip(start, stop, limits, strict=True)):
             bounds = f"from {_short(list(start))} to {_short(list(stop))}"
@@ -101,8 +101,8 @@ def _check_tensor(name: str, tensor: SavedTensor) -> None:
     check_covered(name, tensor)
 
 
-def _limits(part: SavedPart, shape: tuple[int, ...]) -> tuple:
-    """Return the ((start, ...), (stop, ...)) of a part, and their upper limits; of one dimension for a range."""
+def _bounds_and_shape(part: SavedPart, shape: tuple[int, ...]) -> tuple:
+    """Return ((start, ...), (stop, ...)) of a part and the shape that bounds them: one dimension for a flat range."""
     if isinstance(part.start, tuple) and isinstance(part.stop, tuple):
         return (part.start, part.stop), shape
     return ((part.start,), (part.stop,)), (math.prod(shape),)

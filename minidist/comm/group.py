@@ -178,7 +178,8 @@ def _new_process_group(
 def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec], named: bool) -> None:
     """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation.
 
-    named: with mesh and groups, so that deadlock detection reports differences, which the caller does not check.
+    named: include the mesh and the group specs, so that deadlock detection shows the ranks that differ in them; for a
+    caller that does not compare them itself.
     """
     declared = ", ".join(f"{spec.name} over {'/'.join(spec.axes)}" for spec in specs)
     channel = Channel("collective", "bind", tuple(range(world.size)))

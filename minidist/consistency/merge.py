@@ -112,9 +112,10 @@ class ReplicaMerger:
         """Collective over the replicas: merge the fragments of their masters that are due after step `step` (from 0).
 
         result: of this replica's step. optimizer_states: of each master. Returns (result, merged). The replicas agree
-        on a stop, on a regroup and on written files when they merge: the returned result says whether any replica was
-        asked to stop or to regroup since the last merge, and whether all of them have written their files; between
-        merges it denies all three. merged: whether masters changed, so that the caller must update the parameters.
+        when they merge, and only then: the returned result then says whether any of them was asked to stop or to
+        regroup (to let ranks join or leave) since the last merge, and whether all have written their checkpoint files;
+        between merges these three flags are False. merged: whether masters changed, so that the caller must update the
+        parameters.
         """
         self.tokens += result.num_tokens if result.update_successful else 0.0
         self._stop_requested |= result.stop_requested

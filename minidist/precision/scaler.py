@@ -29,7 +29,7 @@ class LossScaler:
         self._good_steps = 0
 
     @property
-    def exhausted(self) -> bool:
+    def overflows_persist(self) -> bool:
         """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
         return len(self.overflowed) >= self._max_overflows
 

@@ -159,12 +159,18 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints; keep is at least 1."""
+def prune(just_saved: Path, keep: int) -> None:
+    """Delete all complete checkpoints beside `just_saved` but the newest `keep`, and what crashes left unfinished.
+
+    keep: at least 1. The one just saved stays, even if `keep` later steps have checkpoints: a run that found these
+    damaged has resumed from an earlier one.
+    """
+    root = just_saved.parent
     for folder in complete_checkpoints(root)[:-keep]:
-        aside = folder.with_name(folder.name + ".partial")  # so that it stops counting as complete at once
-        folder.rename(aside)
-        remove_folder(aside)
+        if folder != just_saved:
+            folder.rename(folder.with_name(folder.name + ".partial"))  # so that it stops counting as complete at once
+    for unfinished in root.glob("step-*.partial"):
+        remove_folder(unfinished)
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -178,7 +184,7 @@ def read_index(folder: Path) -> dict:
     try:
         body = json.loads((folder / INDEX).read_bytes())
         version, digest = body.pop("format"), body.pop("sha256")
-    except (OSError, ValueError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedError(f"{folder / INDEX} cannot be read: {error}") from error
     if version != FORMAT or digest != index_digest(body):
         raise DamagedError(f"{folder / INDEX} is damaged, or of another format than {FORMAT}")
@@ -187,7 +193,9 @@ def read_index(folder: Path) -> dict:
 
 def saved_boxes(index: Mapping[str, Any], name: str) -> list[tuple[str, Box]]:
     """Return where a tensor is saved, as (file, box). The fast trainer writes a flat range as two numbers."""
-    files, entry, found = sorted(index["files"]), index["tensors"][name], []
+    files = sorted(index["files"])
+    entry = index["tensors"][name]
+    found = []
     for number, start, stop in index["partitions"][entry["partition"]]:
         is_flat = isinstance(start, int)
         boxes = flat_boxes(tuple(entry["shape"]), start, stop) if is_flat else [Box(tuple(start), tuple(stop))]

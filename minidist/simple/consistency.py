@@ -172,7 +172,8 @@ class ReplicaMerger:
     """
 
     def __init__(self, config: ConsistencyConfig, masters: Mapping[str, Tensor], group: Group, num_steps: int):
-        self.h, self.masters, self.group, self.num_steps = config.h, dict(masters), group, num_steps
+        self.h, self.num_steps = config.h, num_steps
+        self.masters, self.group = dict(masters), group
         self.num_tokens = torch.zeros(1, dtype=torch.float64)
         self.num_different_models = 1
         self.outer: dict[str, OuterStep] = {}

@@ -16,23 +16,27 @@ from torch.autograd import Function
 from minidist.comm import Group, P2POp, all_to_all, batch_send_recv
 
 
-def all_positions(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
+def positions_by_rank(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
     """Return the positions of all ranks' tokens in the full sequence, (n, s / n) int64: row r is rank r's, ascending.
 
     Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk
-    r from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks
-    have equally much to compute. Raises ValueError if the sequence cannot be cut evenly.
+    r from the front and chunk r from the back. A late query attends to more keys than an early one; with zig-zag all
+    ranks have the same number of unmasked scores. (This ring computes the masked scores, too; the fast one skips them.)
+    Raises ValueError if the sequence cannot be cut evenly.
     """
     num_chunks = 2 * num_ranks if zigzag and num_ranks > 1 else num_ranks
     if seq_len % num_chunks:
         raise ValueError(f"seq_len={seq_len} cannot be cut into {num_chunks} equal chunks for cp={num_ranks}")
     chunks = torch.arange(seq_len).view(num_chunks, -1)
-    return chunks if num_chunks == num_ranks else torch.cat((chunks[:num_ranks], chunks.flip(0)[:num_ranks]), 1)
+    if num_chunks == num_ranks:
+        return chunks
+    front, back = chunks[:num_ranks], chunks.flip(0)[:num_ranks]
+    return torch.cat((front, back), 1)
 
 
 def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
-    """Return the positions of one rank's tokens, (s / n,) int64, as `all_positions` does."""
-    return all_positions(seq_len, num_ranks, zigzag)[rank]
+    """Return the positions of one rank's tokens, (s / n,) int64, as `positions_by_rank` does."""
+    return positions_by_rank(seq_len, num_ranks, zigzag)[rank]
 
 
 def send_to_next(x: Tensor, group: Group) -> Tensor:
@@ -71,7 +75,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, g
     """Collective: return the attention output of this rank's queries, and the log-sum-exp of their scores.
 
     query, key, value, output: (b, heads, s / n, d), of this rank's tokens. log-sum-exp: (b, heads, s / n). positions:
-    from `all_positions`. Sends each rank's keys and values n - 1 times.
+    from `positions_by_rank`. Sends each rank's keys and values n - 1 times.
     """
     out = torch.zeros_like(query)
     lse = torch.full_like(query[..., 0], -torch.inf)
@@ -136,7 +140,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, zigz
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    positions = all_positions(query.shape[2] * group.size, group.size, zigzag)
+    positions = positions_by_rank(query.shape[2] * group.size, group.size, zigzag)
     return RingAttention.apply(query.to(wide), key.to(wide), value.to(wide), positions, group).to(query.dtype)
 
 
@@ -169,7 +173,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, a
         raise ValueError(f"{query.shape[1]} query heads cannot be shared by {group.size} ranks: use ring attention")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    positions = all_positions(query.shape[2] * group.size, group.size, zigzag).flatten().to(query.device)
+    positions = positions_by_rank(query.shape[2] * group.size, group.size, zigzag).flatten().to(query.device)
     in_order = positions.argsort()
     query, key, value = (SwapShards.apply(x, 1, 2, group)[:, :, in_order] for x in (query, key, value))
     mixed = attend(query, key, value)  # (b, heads / n, s, d)

@@ -6,8 +6,10 @@ Both have the interface of every gradient reducer of this package:
 
     clear()               before a step: forget the last step's gradients
     add(name, gradient)   from backward: add one micro-batch's local gradient of a parameter
+    end_micro_batch()     after the backward of each micro-batch
     finish()              after backward: complete the sums over the ranks, and give them to the masters
     update_parameters()   after the optimizer: bring the masters' new values into the parameters
+    gather_root(), free_root()  around forward: the parameters outside of all layers, which ZeRO 3 shards, too
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +33,8 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> float:
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
-    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens.
+    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, the factor with which the loss
+    of this rank's data counts. group: the ranks that process different tokens.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)
@@ -104,13 +106,13 @@ class NaiveReducer:
         copy_to_parameters(self.masters, self.parameters)
 
     def gather_root(self) -> None:
-        """Called before the first forward of a step or an evaluation: all parameters are here already (see `zero`)."""
+        """Called before the first forward of a step or an evaluation. Nothing to do here: ZeRO 3 gathers parameters."""
 
     def end_micro_batch(self) -> None:
-        """Called after the backward of every micro-batch: nothing to do here; ZeRO 2 and 3 reduce."""
+        """Called after the backward of every micro-batch. Nothing to do here: ZeRO 2 and 3 reduce gradients."""
 
     def free_root(self) -> None:
-        """Called after an evaluation: parameters are kept (see `zero`)."""
+        """Called after an evaluation. Nothing to do here: ZeRO 3 frees the parameters that are still gathered."""
 
 
 def assign_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -47,7 +47,8 @@ class Engine:
         rank's data. stop_requested: whether this rank asks for the end of the run. After an exception the engine cannot
         be used any more.
         """
-        if len(micro_batches) != (expected := self.config.train.micro_batches):
+        expected = self.config.train.micro_batches
+        if len(micro_batches) != expected:
             raise ValueError(f"there are {len(micro_batches)} micro-batches, and train.micro_batches is {expected}")
         self.model.train()
         self.reducer.clear()
@@ -59,7 +60,7 @@ class Engine:
         self.scale_gradients(1.0 if self.scaler is None else 1.0 / self.scaler.scale)
         decision = agree_on_step(loss, self.squared_norm(), stop_requested, num_tokens, self.scaler, self.control)
         if decision.update_successful:
-            self.clip_and_update(decision.grad_norm, lr)
+            self.clip_and_step_optimizer(decision.grad_norm, lr)
         is_merged = False
         if self.merger is not None:
             is_merged = self.merger.after_step(step, num_tokens if decision.update_successful else 0.0)
@@ -172,7 +173,7 @@ class Engine:
                 total += master.grad.double().square().sum().item() / num_replicas
         return total
 
-    def clip_and_update(self, grad_norm: float, lr: float) -> None:
+    def clip_and_step_optimizer(self, grad_norm: float, lr: float) -> None:
         """Scale the gradients down to the largest norm allowed, and run the optimizer on the masters."""
         clip_norm = self.config.optim.clip_norm
         if clip_norm is not None:

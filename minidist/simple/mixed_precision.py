@@ -21,8 +21,8 @@ COMPUTE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bf
 def make_masters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Convert a model's parameters to `dtype`, in place; return what the optimizer is to update, by name.
 
-    These masters are copies in float32 of what the parameters were before, or the parameters themselves if `dtype` is
-    not narrower. An update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
+    These masters are float32 copies of the original values, or the parameters themselves if `dtype` is not narrower. An
+    update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
     """
     is_narrow = torch.promote_types(dtype, torch.float32) != dtype
     masters = {}
@@ -54,7 +54,7 @@ class LossScaler:
         self.overflowed: list[float] = []
 
     @property
-    def exhausted(self) -> bool:
+    def overflows_persist(self) -> bool:
         """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
         return len(self.overflowed) >= self.max_overflows
 

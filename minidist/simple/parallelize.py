@@ -30,7 +30,6 @@ from minidist.simple.pipeline import (
     PipelineExecutor,
     TiedGradient,
     gpipe,
-    is_tied_over_stages,
     keep_stage_modules,
     one_f_one_b,
     split_backward,
@@ -52,12 +51,14 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     ranks with the same coordinates in each replica.
     """
     num_replicas = config.num_replicas(mesh)
-    each = mesh.dp // num_replicas
-    replicas = tuple(tuple(range(first, first + each)) for first in range(0, mesh.dp, each))
-    specs = [GroupSpec("grads", ("dp", "cp"), (("dp", replicas),))]
+    dp_per_replica = mesh.dp // num_replicas
+    replicas = tuple(tuple(range(first, first + dp_per_replica)) for first in range(0, mesh.dp, dp_per_replica))
+    within_replica = (("dp", replicas),)
+    across_replicas = (("dp", tuple(zip(*replicas, strict=True))),)
+    specs = [GroupSpec("grads", ("dp", "cp"), within_replica)]
     if num_replicas > 1:
-        specs.append(GroupSpec("replica", AXES, (("dp", replicas),)))
-        specs.append(GroupSpec("outer", ("dp",), (("dp", tuple(zip(*replicas, strict=True))),)))
+        specs.append(GroupSpec("replica", AXES, within_replica))
+        specs.append(GroupSpec("outer", ("dp",), across_replicas))
     if mesh.tp > 1:
         specs.append(GroupSpec("tensor", ("tp",)))
     kv_heads = config.model.num_kv_heads
@@ -144,7 +145,7 @@ def make_reducer(
     if config.zero.stage:
         blocks = {model.model.layers[index]: [] for index in layers}
         for name in parameters:
-            if match := re.match(r"model\.layers\.(\d+)\.\w+\.", name):  # of a module of a layer
+            if match := re.match(r"model\.layers\.(\d+)\.\w+\.", name):  # a parameter of this layer
                 blocks[model.model.layers[int(match[1])]].append(name)
         stages = {1: ZeroStage1, 2: ZeroStage2, 3: partial(ZeroStage3, prefetch=config.zero.prefetch)}
         return stages[config.zero.stage](parameters, masters, blocks, groups["grads"])
@@ -161,7 +162,7 @@ def connect_backward(parallel: ParallelModel, groups: Groups, config: Config) ->
     """Let backward give its gradients to the reducer, and build the pipeline's executor."""
     parameters = {name: p for name, p in named_parameters(parallel.model).items() if p.requires_grad}
     add = parallel.reducer.add
-    if "tied" in groups and is_tied_over_stages(parallel.model, parallel.layers) and EMBEDDING in parameters:
+    if "tied" in groups:  # on the first and the last stage
         parallel.tied = TiedGradient(EMBEDDING, parameters[EMBEDDING], groups["tied"], add)
         add = parallel.tied.add
     register_gradient_hooks(parameters, add)
@@ -200,8 +201,8 @@ def describe_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], gr
         stages = {mesh.coords(peer)["pp"] for peer, names in enumerate(names_of_ranks) if name in names}
         tp_coords = [tp for tp in range(mesh.tp) if tp * num_shards // mesh.tp == index]
         replicas = [
-            mesh.rank(**{**mesh.coords(peer), "pp": stage, "tp": tp})
-            for peer in groups["grads"].ranks
+            mesh.rank(pp=stage, dp=coords["dp"], cp=coords["cp"], tp=tp)
+            for coords in map(mesh.coords, groups["grads"].ranks)
             for stage in stages
             for tp in tp_coords
         ]
@@ -222,7 +223,7 @@ def describe_shards(specs: Mapping[str, ParamSpec], reducer: ZeroStage1, groups:
         for name, (place, offset) in flat.places.items():
             (box,) = specs[name].boxes
             boxes = flat_boxes(box.shape, offset, offset + place.stop - place.start)
-            moved = tuple(Box(shift(each.start, box.start), shift(each.stop, box.start)) for each in boxes)
+            moved = tuple(each.shifted(box.start) for each in boxes)
             replicas = [
                 peer
                 for peer in specs[name].replicas
@@ -230,8 +231,3 @@ def describe_shards(specs: Mapping[str, ParamSpec], reducer: ZeroStage1, groups:
             ]
             shard_specs[name] = ParamSpec(name, specs[name].shape, moved, tuple(replicas))
     return shard_specs
-
-
-def shift(index: tuple[int, ...], by: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sum of two indices, dimension by dimension."""
-    return tuple(a + b for a, b in zip(index, by, strict=True))

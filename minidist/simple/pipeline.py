@@ -2,8 +2,9 @@
 
 A schedule is data: for every stage a list of actions ("F", i), ("B", i) or ("W", i): forward, backward, or the weight
 half of a split backward of micro-batch i. GPipe (Huang et al. 2019, arXiv 1811.06965) runs all forwards first. 1F1B
-(Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: as many micro-batches
-are in flight as there are later stages, not as there are micro-batches. One executor runs every schedule.
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs each backward as early as possible: a stage has at most as
+many micro-batches in flight as there are stages from it to the last, however many micro-batches a step has. One
+executor runs every schedule.
 """
 
 from collections.abc import Callable, Set
@@ -94,12 +95,6 @@ def keep_stage_modules(model: nn.Module, layers: range) -> None:
         decoder.norm = model.lm_head = nn.Identity()
 
 
-def is_tied_over_stages(model: nn.Module, layers: range) -> bool:
-    """Return whether this stage has one of the two replicas of a tied embedding, and another stage the other one."""
-    is_first, is_last = layers.start == 0, layers.stop == model.config.num_layers
-    return model.config.tie_embeddings and is_first != is_last
-
-
 class TiedGradient:
     """Sums the gradient of an embedding that the first and the last stage share, before the reducer gets it.
 
@@ -131,7 +126,8 @@ class PipelineExecutor:
     """Runs this stage's actions, and moves hidden states to the next stage and their gradients to the previous one.
 
     It cannot deadlock: sends are asynchronous, so a stage only ever waits for what an earlier action of a neighbour
-    sends, and each direction has a process group of its own, in which transfers are in the order of the micro-batches.
+    sends, or receives from this one. Each direction has a process group of its own, in which transfers are in the order
+    of the micro-batches.
 
     actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
     gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split

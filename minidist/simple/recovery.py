@@ -41,13 +41,15 @@ def best_interval_s(mtbf_s: float, save_s: float, restart_s: float = 0.0) -> flo
 
 def replicated_tensors(trainer: "Trainer") -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     """Return this rank's parameters, masters and optimizer states by name, each with the ranks that have replicas."""
-    engine, found = trainer.engine, {}
+    engine = trainer.engine
+    found = {}
     if engine.config.zero.stage < 3:  # stage 3 has no full parameters between steps
         for name, parameter in named_parameters(engine.model).items():
             found[f"params/{name}"] = parameter, engine.parallel.specs[name].replicas
     for name, master in engine.reducer.masters.items():
         replicas = engine.parallel.master_specs[name].replicas
-        if master is not found.get(f"params/{name}", (None,))[0]:
+        parameter, _ = found.get(f"params/{name}", (None, ()))
+        if master is not parameter:
             found[f"masters/{name}"] = master, replicas
         for key, value in engine.optimizer.state[master].items():
             found[f"optimizer.{key}/{name}"] = value, replicas
@@ -90,7 +92,8 @@ def shard_replicas(trainer: "Trainer") -> dict[str, tuple[int, ...]]:
 
 def require_replicas(trainer: "Trainer", healthy: Collection[int]) -> None:
     """Collective: raise RunError on all ranks if a shard of any rank has no replica on the ranks `healthy`."""
-    shards = set().union(*(own.items() for own in all_gather_object(shard_replicas(trainer), trainer.engine.control)))
+    by_rank = all_gather_object(shard_replicas(trainer), trainer.engine.control)
+    shards = set().union(*(own.items() for own in by_rank))
     lost = sorted((name, ranks) for name, ranks in shards if not set(healthy) & set(ranks))
     if lost:
         raise RunError(
@@ -100,7 +103,7 @@ def require_replicas(trainer: "Trainer", healthy: Collection[int]) -> None:
 
 
 def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
-    """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
+    """Collective: send the state of healthy replicas to the ranks that have no valid one; return the ranks that got it.
 
     source: the trainer with this rank's state: `trainer` itself; an earlier one with the same shards, if a death led
     to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises

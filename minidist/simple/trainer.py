@@ -53,8 +53,9 @@ class LogLines:
 class Trainer:
     """One rank of a run. The constructor builds everything and resumes, if the run's folder has a checkpoint.
 
-    observers: objects with some of the methods of `LogLines` and `on_end(trainer, summary)`; each is called on every
-    rank. meter: counts the bytes that this rank sends. Raises UserError on all ranks if the run is impossible.
+    observers: objects with some of the methods of `LogLines`, `on_last_step(trainer)` and `on_end(trainer, summary)`;
+    each is called on every rank. meter: counts the bytes that this rank sends. Raises UserError on all ranks if the run
+    is impossible.
     """
 
     def __init__(self, world: World, config: Config, observers: Sequence[Any] = (), meter: Meter | None = None):
@@ -90,7 +91,7 @@ class Trainer:
         """Collective: return the run's folder, and the checkpoints to try to resume from, in this order."""
         if self.config.folder is None:
             raise UserError("a run of the simple trainer needs a folder: give --folder.")
-        folder = Path(self.config.folder)
+        folder = Path(self.config.folder).expanduser()
         found = checkpoint.on_all_ranks(lambda: checkpoint.complete_checkpoints(folder / "checkpoints"), self.control)
         return folder, found[0][::-1]  # rank 0's list: another rank may see one a moment later
 
@@ -101,11 +102,11 @@ class Trainer:
                 getattr(observer, event)(*args)
 
     def is_stop_requested(self) -> bool:
-        """Return whether this rank asks for the end of the run: never; a subclass may override it."""
+        """Return whether this rank asks for the end of the run. A hook for subclasses: here it never does."""
         return False
 
     def check_resume(self, path: Path) -> None:
-        """Collective: raise UserError if the run may not continue from a checkpoint: never; a subclass may override."""
+        """Collective: raise UserError if the run may not go on from `path`. A hook: here every checkpoint will do."""
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +135,10 @@ class Trainer:
         return summary
 
     def step(self) -> Decision:
-        """Collective: train on the next global batch. Raises RunError on all ranks if it is not finite."""
+        """Collective: train on the next global batch. Raises RunError if its loss or a gradient is not finite.
+
+        All ranks that train together raise it; replicas that train separately decide each for itself.
+        """
         begin_s = time.perf_counter()
         config, step = self.config, self.progress.step
         data, train = config.data, config.train
@@ -146,7 +150,7 @@ class Trainer:
         lr = learning_rate(config.optim, step, train.steps)
         decision = self.engine.step(step, batches, lr, weight, self.is_stop_requested())
         scaler = self.engine.scaler
-        if not decision.is_finite and (not decision.overflowed or scaler.exhausted):
+        if not decision.is_finite and (not decision.overflowed or scaler.overflows_persist):
             raise RunError(f"step {step + 1}: the loss or a gradient is not finite. Lower --optim.lr.")
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
         self.step_time_s = time.perf_counter() - begin_s
@@ -185,9 +189,14 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: save all that decides how the run goes on, and delete old checkpoints."""
-        root, keep = self.folder / "checkpoints", self.config.checkpoint.keep
+        root = self.folder / "checkpoints"
         path = checkpoint.save(root, self.progress.step, state_shards(self.engine), json_state(self), self.control)
-        checkpoint.on_all_ranks(lambda: self.world.rank or checkpoint.prune(root, keep), self.control)
+
+        def prune() -> None:
+            if self.world.rank == 0:
+                checkpoint.prune(path, self.config.checkpoint.keep)
+
+        checkpoint.on_all_ranks(prune, self.control)
         self.notify("on_checkpoint", path)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: number of completed steps, and of samples that they have consumed."""
+    """How far a run has got: the number of completed steps, and of samples that they have consumed."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -32,7 +32,8 @@ def make_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[S
     kind: stands before the name. tensor: the boxes of `spec`, one after the other; or one number for the parameter,
     such as AdamW's number of steps, which the rank with the parameter's first element saves.
     """
-    name, is_saved_here = f"{kind}/{spec.name}", spec.owner == rank
+    name = f"{kind}/{spec.name}"
+    is_saved_here = spec.owner == rank
     if not tensor.dim():
         return [Shard(name, (), Box((), ()), tensor, is_saved_here and not any(spec.boxes[0].start))]
     parts = zip(spec.boxes, tensor.detach().view(-1).split([box.numel for box in spec.boxes]), strict=True)
@@ -45,7 +46,8 @@ def state_shards(engine: Engine) -> list[Shard]:
     `params/NAME`: masters and frozen parameters. `buffers/NAME`: also non-persistent ones. `optimizer.KEY/NAME`, like
     `optimizer.exp_avg/model.norm.weight`: the optimizer's states, none before its first step. NAME: in the full model.
     """
-    rank, own, shared = engine.groups.world.rank, [], []
+    rank = engine.groups.world.rank
+    own, shared = [], []  # of this replica; of all replicas
     for name, master in engine.reducer.masters.items():
         spec = engine.parallel.master_specs[name]
         own += make_shards("params", spec, master, rank)
@@ -112,7 +114,7 @@ def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
 
 
 def require_same_run(trainer: "Trainer", path: Path, state: Mapping[str, Any]) -> None:
-    """Collective: raise UserError unless `state`, a checkpoint's, has the trainer's number of replicas and its text."""
+    """Collective: raise UserError unless `state` is of a run with the same number of replicas and the same corpus."""
     trainer.check_resume(path)
     saved, replicas = state["replicas"], trainer.config.num_replicas(trainer.mesh)
     if saved != replicas:

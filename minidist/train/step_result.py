@@ -120,7 +120,7 @@ class SkippedSteps:
             since = f" in the last {self.consecutive} steps" if self._limit else ""
             advice = "Lower --optim.lr, or clip with --optim.clip-norm."
             raise RunError(f"{found} No parameter was updated{since}. {advice} {describe_last_checkpoint()}")
-        elif self._scaler.exhausted:
+        elif self._scaler.overflows_persist:
             found = _describe_overflow(result, step, self._scaler, self._all_gather_object)
             raise RunError(found + describe_last_checkpoint())
         return None

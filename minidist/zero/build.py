@@ -9,7 +9,7 @@ from minidist.comm import Group, Groups
 from minidist.config import Config
 from minidist.parallel.data.assignment import MIB
 from minidist.parallel.data.reducer import find_gradient_group, trainable_parameters
-from minidist.parameters import Box, ParamSpec, ParamSpecs, flat_boxes, named_parameters
+from minidist.parameters import ParamSpec, ParamSpecs, flat_boxes, named_parameters
 from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import RoundingFunction
 from minidist.precision.rounding import global_flat_indices, round_stochastically
@@ -167,10 +167,6 @@ class ZeroReducerBuilder:
         spec = self.specs[name]
         own_index = self.shard_index[self.groups.world.rank]
         (box,) = spec.boxes
-        boxes = tuple(_shifted(inner, box.start) for inner in flat_boxes(box.shape, start, stop))
+        boxes = tuple(inner.shifted(box.start) for inner in flat_boxes(box.shape, start, stop))
         replicas = tuple(rank for rank in spec.replicas if self.shard_index[rank] == own_index)
         return replace(spec, boxes=boxes, replicas=replicas, contributors=self._replica_ranks(name))
-
-
-def _shifted(box: Box, offset: tuple[int, ...]) -> Box:
-    return Box(*(tuple(a + b for a, b in zip(ends, offset, strict=True)) for ends in (box.start, box.stop)))

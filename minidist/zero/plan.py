@@ -135,11 +135,12 @@ def plan_flat_params(
 ) -> list[PlannedFlatParam]:
     """Group trained parameters into flat parameters, in the order in which backward completes their gradients.
 
-    Stage 3 makes one per block and one for all other parameters; other stages make one per bucket. zero: has the stage.
-    num_shards: into how many shards each is cut. sizes: number of elements of each parameter, by name, in the order of
-    the model. kind_of: maps a parameter's name to its kind, any
-    hashable value; a flat parameter has parameters of one kind only. bucket_bytes: maximum bytes of a bucket.
-    element_bytes: bytes of one gradient element in the reduction.
+    Stage 3 makes one per block and one for all other parameters; other stages make one per bucket.
+
+    sizes: number of elements of each parameter, by name, in the order of the model. kind_of: maps a parameter's name to
+    its kind, any hashable value; a flat parameter has parameters of one kind only. zero: the ZeRO options, of which the
+    stage and its consequences count. num_shards: into how many shards each flat parameter is cut. bucket_bytes: maximum
+    bytes of a bucket. element_bytes: bytes of one gradient element in the reduction.
     """
     planned = []
     if zero.stage == 3:

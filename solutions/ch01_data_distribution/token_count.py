@@ -40,8 +40,8 @@ from minidist.comm import Group, all_reduce
 def count_tokens(num_tokens: Sequence[int], weight: float, group: Group) -> float:
     """Collective: return the weighted number of tokens of the global batch, by which every loss sum is divided.
 
-    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data. group:
-    the ranks that process different tokens.
+    num_tokens: the tokens with a loss in each of this rank's micro-batches. weight: w_i, the factor with which the loss
+    of this rank's data counts. group: the ranks that process different tokens.
     """
     count = torch.tensor([sum(num_tokens) * weight], dtype=torch.float64, device=group.world.control_device)
     all_reduce(count, group)

@@ -54,7 +54,8 @@ class PipelineExecutor:
     """Runs this stage's actions, and moves hidden states to the next stage and their gradients to the previous one.
 
     It cannot deadlock: sends are asynchronous, so a stage only ever waits for what an earlier action of a neighbour
-    sends, and each direction has a process group of its own, in which transfers are in the order of the micro-batches.
+    sends, or receives from this one. Each direction has a process group of its own, in which transfers are in the order
+    of the micro-batches.
 
     actions: of this stage. activations, gradients: groups of all stages, in order, for hidden states and for their
     gradients. parameters: of this stage, by name. add: called with the name and the gradient of a parameter by a split

@@ -81,7 +81,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, g
     """Collective: return the attention output of this rank's queries, and the log-sum-exp of their scores.
 
     query, key, value, output: (b, heads, s / n, d), of this rank's tokens. log-sum-exp: (b, heads, s / n). positions:
-    from `all_positions`. Sends each rank's keys and values n - 1 times.
+    from `positions_by_rank`. Sends each rank's keys and values n - 1 times.
     """
     out = torch.zeros_like(query)
     lse = torch.full_like(query[..., 0], -torch.inf)

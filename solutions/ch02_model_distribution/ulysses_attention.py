@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from minidist.comm import Group, all_to_all
-from minidist.simple.context_parallel import all_positions
+from minidist.simple.context_parallel import positions_by_rank
 
 
 class SwapShards(Function):
@@ -75,7 +75,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, a
         raise ValueError(f"{query.shape[1]} query heads cannot be shared by {group.size} ranks: use ring attention")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    positions = all_positions(query.shape[2] * group.size, group.size, zigzag).flatten().to(query.device)
+    positions = positions_by_rank(query.shape[2] * group.size, group.size, zigzag).flatten().to(query.device)
     in_order = positions.argsort()
     query, key, value = (SwapShards.apply(x, 1, 2, group)[:, :, in_order] for x in (query, key, value))
     mixed = attend(query, key, value)  # (b, heads / n, s, d)

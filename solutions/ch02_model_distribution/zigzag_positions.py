@@ -28,19 +28,23 @@ from torch import Tensor
 
 
 def rank_positions(seq_len: int, num_ranks: int, rank: int, zigzag: bool) -> Tensor:
-    """Return the positions of one rank's tokens, (s / n,) int64, as `all_positions` does."""
-    return all_positions(seq_len, num_ranks, zigzag)[rank]
+    """Return the positions of one rank's tokens, (s / n,) int64, as `positions_by_rank` does."""
+    return positions_by_rank(seq_len, num_ranks, zigzag)[rank]
 
 
-def all_positions(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
+def positions_by_rank(seq_len: int, num_ranks: int, zigzag: bool) -> Tensor:
     """Return the positions of all ranks' tokens in the full sequence, (n, s / n) int64: row r is rank r's, ascending.
 
     Contiguous: rank r has the r-th of n equal parts. Zig-zag: the sequence is cut into 2n chunks, and rank r has chunk
-    r from the front and chunk r from the back. A late query attends to more keys than an early one, and so all ranks
-    have equally much to compute. Raises ValueError if the sequence cannot be cut evenly.
+    r from the front and chunk r from the back. A late query attends to more keys than an early one; with zig-zag all
+    ranks have the same number of unmasked scores. (This ring computes the masked scores, too; the fast one skips them.)
+    Raises ValueError if the sequence cannot be cut evenly.
     """
     num_chunks = 2 * num_ranks if zigzag and num_ranks > 1 else num_ranks
     if seq_len % num_chunks:
         raise ValueError(f"seq_len={seq_len} cannot be cut into {num_chunks} equal chunks for cp={num_ranks}")
     chunks = torch.arange(seq_len).view(num_chunks, -1)
-    return chunks if num_chunks == num_ranks else torch.cat((chunks[:num_ranks], chunks.flip(0)[:num_ranks]), 1)
+    if num_chunks == num_ranks:
+        return chunks
+    front, back = chunks[:num_ranks], chunks.flip(0)[:num_ranks]
+    return torch.cat((front, back), 1)

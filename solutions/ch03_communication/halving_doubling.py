@@ -37,8 +37,9 @@ from minidist.simple.collectives import exchange
 def halve_and_double(flat: Tensor, ranks: list[int], group: Group, op: str) -> None:
     """Collective over `ranks`, a power of two of them: all-reduce `flat` (n,) in place.
 
-    Halving: each half of the ranks reduces one half of the tensor, after every rank has sent the other half of its own
-    to its partner among the other ranks. Doubling: afterwards the partners exchange their reduced halves.
+    Halving: a rank and its partner in the other half of `ranks` each send one half of their tensor, and reduce the half
+    that they receive; each half of `ranks` then repeats this with its own half of the tensor. Doubling: on the way back
+    the partners exchange their reduced halves.
     """
     if len(ranks) == 1:
         return
@@ -59,7 +60,8 @@ def halving_doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -
     of ranks is left.
     """
     flat, rank = tensor.view(-1), group.rank
-    num_pairs = group.size - (1 << (group.size.bit_length() - 1))
+    largest_power = 1 << (group.size.bit_length() - 1)
+    num_pairs = group.size - largest_power
     is_paired = rank < 2 * num_pairs
     if is_paired and rank % 2:
         exchange(group, send=(flat, rank - 1))

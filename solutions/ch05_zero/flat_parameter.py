@@ -56,8 +56,8 @@ class FlatParameter:
 
     full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the same in the masters'
     dtype; the shard itself if the dtypes are equal. grad: (size,), this rank's shard of the summed gradient. places:
-    for each parameter with elements in this shard, their slice of the shard and the first one's offset in the flattened
-    parameter.
+    for each parameter that overlaps this shard, the slice of the shard that its elements fill, and the index of the
+    first of these elements in the flattened parameter.
     """
 
     def __init__(self, parameters: Tensors, masters: Tensors, group: Group, own_shard: bool):
@@ -95,7 +95,7 @@ class FlatParameter:
         return flat
 
     def start_gather(self) -> None:
-        """Collective, if the buffer is freed: allocate it, and start the all-gather of its shards; then `wait`."""
+        """Collective if the buffer is freed: allocate it, and start the all-gather of its shards; `wait` before use."""
         if self.full.untyped_storage().size() < self.full.nbytes:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = all_gather(self.full, self.shard, self.group, async_op=True)

@@ -55,7 +55,7 @@ class ZeroStage2(ZeroStage1):
             self.reduce(self.pending.pop())
 
     def end_micro_batch(self) -> None:
-        """Collective: reduce the blocks that have not got all their gradients in this micro-batch."""
+        """Collective: reduce the blocks that have not received all their gradients in this micro-batch."""
         for flat in reversed(self.pending):
             self.reduce(flat)
         self.pending[:] = self.blocks

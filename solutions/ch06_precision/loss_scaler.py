@@ -54,7 +54,7 @@ class LossScaler:
         self.overflowed: list[float] = []
 
     @property
-    def exhausted(self) -> bool:
+    def overflows_persist(self) -> bool:
         """Whether so many consecutive steps overflowed that the scale cannot be the cause."""
         return len(self.overflowed) >= self.max_overflows
 

@@ -56,8 +56,8 @@ def copy_to_parameters(masters: Mapping[str, Tensor], parameters: Mapping[str, T
 def make_masters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Convert a model's parameters to `dtype`, in place; return what the optimizer is to update, by name.
 
-    These masters are copies in float32 of what the parameters were before, or the parameters themselves if `dtype` is
-    not narrower. An update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
+    These masters are float32 copies of the original values, or the parameters themselves if `dtype` is not narrower. An
+    update of 1e-4 to a weight of 1 is lost in bf16, whose numbers near 1 are 0.0078 apart.
     """
     is_narrow = torch.promote_types(dtype, torch.float32) != dtype
     masters = {}

@@ -39,7 +39,7 @@ from minidist.simple.training_state import create_optimizer_states, load_json_st
 
 
 def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
-    """Collective: give the ranks without a valid training state that of healthy replicas; return these ranks.
+    """Collective: send the state of healthy replicas to the ranks that have no valid one; return the ranks that got it.
 
     source: the trainer with this rank's state: `trainer` itself; an earlier one with the same shards, if a death led
     to new process groups; None if the state is damaged or lost. A rank behind the newest step also receives. Raises

@@ -61,7 +61,8 @@ def state_shards(engine: Engine) -> list[Shard]:
     `params/NAME`: masters and frozen parameters. `buffers/NAME`: also non-persistent ones. `optimizer.KEY/NAME`, like
     `optimizer.exp_avg/model.norm.weight`: the optimizer's states, none before its first step. NAME: in the full model.
     """
-    rank, own, shared = engine.groups.world.rank, [], []
+    rank = engine.groups.world.rank
+    own, shared = [], []  # of this replica; of all replicas
     for name, master in engine.reducer.masters.items():
         spec = engine.parallel.master_specs[name]
         own += make_shards("params", spec, master, rank)

@@ -68,7 +68,11 @@ def test_a_loaded_scaler_continues_like_the_saved_one(before, after):
     for overflow in after:
         saved.update(overflow)
         loaded.update(overflow)
-        assert (loaded.scale, loaded.overflowed, loaded.exhausted) == (saved.scale, saved.overflowed, saved.exhausted)
+        assert (loaded.scale, loaded.overflowed, loaded.overflows_persist) == (
+            saved.scale,
+            saved.overflowed,
+            saved.overflows_persist,
+        )
 
 
 def test_a_state_is_not_changed_by_later_steps():
@@ -88,11 +92,11 @@ def test_consecutive_overflows_are_counted_with_their_scales(most):
     scaler = LossScaler(PrecisionConfig(max_overflows=most))
     for _ in range(most - 1):
         scaler.update(True)
-    assert not scaler.exhausted
+    assert not scaler.overflows_persist
     scaler.update(False)
     assert scaler.overflowed == []
     start = scaler.scale
     for _ in range(most):
-        assert not scaler.exhausted
+        assert not scaler.overflows_persist
         scaler.update(True)
-    assert scaler.exhausted and scaler.overflowed == [start / 2**n for n in range(most)]
+    assert scaler.overflows_persist and scaler.overflowed == [start / 2**n for n in range(most)]

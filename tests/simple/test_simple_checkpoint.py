@@ -113,5 +113,20 @@ def test_an_unfinished_checkpoint_does_not_count_and_old_ones_are_pruned(tmp_pat
         (tmp_path / f"step-{step:08d}").mkdir()
     (tmp_path / "step-00000011.partial").mkdir()
     assert [path.name[-2:] for path in checkpoint.complete_checkpoints(tmp_path)] == ["01", "02", "10"]
-    checkpoint.prune(tmp_path, 2)
-    assert [path.name[-2:] for path in checkpoint.complete_checkpoints(tmp_path)] == ["02", "10"]
+    checkpoint.prune(tmp_path / "step-00000010", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000010"]
+
+
+def test_the_checkpoint_just_saved_is_never_pruned(tmp_path):
+    """After a resume from step 5, as steps 10 and 15 were damaged, the next save is of an earlier step than theirs."""
+    for step in (5, 7, 10, 15):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    checkpoint.prune(tmp_path / "step-00000007", 2)
+    assert [path.name[-2:] for path in checkpoint.complete_checkpoints(tmp_path)] == ["07", "10", "15"]
+
+
+@pytest.mark.parametrize("text", ["[1]", '"text"', "7", "null", "{}"])
+def test_an_index_that_is_no_index_is_damage(tmp_path, text):
+    (tmp_path / "checkpoint.json").write_text(text)
+    with pytest.raises(DamagedError, match="checkpoint.json cannot be read"):
+        checkpoint.read_index(tmp_path)

@@ -81,7 +81,11 @@ def test_the_scalers_of_both_engines_agree_and_continue_each_others_state():
             each.update(overflow)
         one, other = pair
         assert one.state_dict() == other.state_dict() and fast_scaler.LossScaler.is_valid_state(one.state_dict())
-        assert (one.scale, one.overflowed, one.exhausted) == (other.scale, other.overflowed, other.exhausted)
+        assert (one.scale, one.overflowed, one.overflows_persist) == (
+            other.scale,
+            other.overflowed,
+            other.overflows_persist,
+        )
         if step % 5 == 0:  # each continues from what the other saved
             pair = [LossScaler(config), fast_scaler.LossScaler(config)]
             for each, state in zip(pair, (other.state_dict(), one.state_dict()), strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 from minidist.parameters import (
     Box,
     ParamSpec,
-    check_specs_cover,
+    check_specs_match_parameters,
     flat_boxes,
     global_name,
     named_parameters,
@@ -86,9 +86,11 @@ def test_specs_match_after_copies_meta_device_and_wrappers():
     specs = replicated_specs(model, (0, 1))
     moved = copy.deepcopy(model).to("meta").to_empty(device="cpu")
     moved.load_state_dict(model.state_dict(), assign=True)
-    check_specs_cover(copy.deepcopy(model), specs)
-    check_specs_cover(moved, {**specs, "second.weight": specs["first.weight"]})  # torch unties what it assigns
-    check_specs_cover(torch.compile(model, backend="eager"), specs)
+    check_specs_match_parameters(copy.deepcopy(model), specs)
+    check_specs_match_parameters(
+        moved, {**specs, "second.weight": specs["first.weight"]}
+    )  # torch unties what it assigns
+    check_specs_match_parameters(torch.compile(model, backend="eager"), specs)
     assert set(named_parameters(torch.compile(model, backend="eager"))) == set(specs)
     assert global_name("_orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
 
@@ -97,10 +99,10 @@ def test_a_parameter_without_a_matching_spec_is_an_error():
     specs = replicated_specs(Tied(), (0,))
     del specs["second.bias"]
     with pytest.raises(KeyError, match="second.bias has no ParamSpec"):
-        check_specs_cover(Tied(), specs)
+        check_specs_match_parameters(Tied(), specs)
     specs["second.bias"] = ParamSpec("second.bias", (3,), (Box((0,), (2,)),), (0,))
     with pytest.raises(KeyError, match="second.bias holds 3 elements here, its ParamSpec says 2"):
-        check_specs_cover(Tied(), specs)
+        check_specs_match_parameters(Tied(), specs)
 
 
 def test_owners_are_replicas_and_spread_over_them():

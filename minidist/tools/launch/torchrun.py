@@ -299,7 +299,7 @@ def _connect(rank: int, address: str, port: int, timeout_s: float):
 def _wait_for_server(address: str, port: int, timeout_s: float, hint: str) -> None:
     """Wait until a program listens at this address; UserError after `timeout_s`, or if the address is unknown.
 
-    Torch would print C++ stack traces.
+    Torch's own attempt to connect would print C++ stack traces instead.
     """
     end_s = time.monotonic() + timeout_s
     while True:

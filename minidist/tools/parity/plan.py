@@ -63,7 +63,7 @@ class PlanPart:
         selected = self.filter_cases(cases)
         if len(selected) == self.num_combinations:  # every combination, so every pair
             return len(pairs), len(pairs)
-        covered = set().union(*(value_pairs_in_case(_choice(case)) for case in selected))
+        covered = set().union(*(value_pairs_in_case(_feature_values(case)) for case in selected))
         return len(pairs & covered), len(pairs)
 
     def filter_cases(self, cases: Iterable[Case]) -> list[Case]:
@@ -185,7 +185,8 @@ def _features(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _choice(case: Case) -> dict[str, Any]:
+def _feature_values(case: Case) -> dict[str, Any]:
+    """Return the value of each feature of the case's layout and of each switch, by name."""
     return _features(case.mesh_layout) | {name: getattr(case, name) for name in SWITCHES}
 
 

@@ -353,6 +353,7 @@ class _GenerationStore(dist.Store):
             time.sleep(_POLL_S / 5)
 
     def get(self, key: str) -> bytes:
+        """Wait for the key; return its value."""
         self.wait([key])
         return self._store.get(key)
 

@@ -5,6 +5,8 @@ errors of 1.1e-16 relative to the largest; 1e-11 leaves two orders of magnitude,
 """
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +214,31 @@ def test_a_layout_equals_one_process(ranks, layout):
         for name, slices, _ in parameters:
             covered[name][slices] = True
     assert all(mask.all() for mask in covered.values())
+
+
+def test_a_zero_step_enters_at_most_five_files():
+    """A reader follows a parameter through a ZeRO-1 step in at most five files of the simple trainer."""
+    from minidist.comm import World
+    from minidist.simple.engine import Engine
+    from minidist.simple.parallelize import group_specs, parallelize
+
+    config = make_config({}, zero={"stage": 1})
+    world = World.single()
+    mesh = config.mesh_of(1)
+    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
+    engine = Engine(parallelize(Transformer(config.model).double(), groups, config), groups, config)
+    batches = loader().micro_batches(0, BATCH, 0, 1, 1)
+    entered = set()
+
+    def collect(frame, event, _):
+        if event == "call":
+            entered.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(collect)
+    try:
+        engine.step(0, batches, 1e-2)
+    finally:
+        sys.setprofile(None)
+    files = sorted(path.name for path in entered if path.parent.name == "simple")
+    assert "zero.py" in files
+    assert len(files) <= 5, files

@@ -159,8 +159,8 @@ def crash_states(
 ) -> Iterator[tuple[str, dict[str, bytes], set[str]]]:
     """Yield what a disk may hold if the machine crashes after `changes`: (what was lost, files, folders).
 
-    files: on disk before the first change. What is not synced may have reached the disk or not. Of a folder that the last
-    change removes, some files may be left.
+    files: on disk before the first change. What is not synced may have reached the disk or not. If the last change
+    removes a folder, half of its files may be left.
     """
     view, durable, entries = dict(files), dict(files), set(files)
     renames: list[tuple[str, str]] = []  # not yet synced

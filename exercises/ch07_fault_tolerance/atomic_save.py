@@ -25,7 +25,8 @@ You may call:
     checksum(data: bytes) -> str, of a file
     format_index(step, state, written) -> str   the text of checkpoint.json; written: for each rank, in rank order,
         ({"checksum": str, "bytes": length of its file}, [(name, dtype, shape, start, stop) for each box in it])
-    path.mkdir(parents=True), path.write_bytes(data), path.write_text(text), path.rename(new)   raise OSError; path.exists()
+    path.mkdir(parents=True), path.write_bytes(data), path.write_text(text), path.rename(new)   raise OSError
+    path.exists()   True or False
     sync(path)   waits until a file's bytes, or a folder's entries, are on disk
     remove_folder(path)   if it exists, one file after the other
 

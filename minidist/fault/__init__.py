@@ -3,8 +3,6 @@
 Public: `checkpoint.save_checkpoint` and `checkpoint.load_checkpoint`, `folders.latest_checkpoint`,
 `signals.StopSignalRecorder`. Read in this order:
 
-simple      the whole idea in five short files: data parallelism, saves that block, recovery without a restart
-disk        the folder on disk as the few operations whose order decides what survives a crash
 shards      shards of global tensors, and which saved boxes a rank must read
 index       checkpoint.json: the contents of a checkpoint, and the checksums of its files
 index_validation  checks on an index from a stranger, before a file is opened

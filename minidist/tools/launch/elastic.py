@@ -1,6 +1,6 @@
 """Processes that train together although any of them may die: the rendezvous in which the living processes meet.
 
-For programs that recover by themselves, such as `minidist.fault.simple.recovery`: the death of a process ends no other
+For programs that recover by themselves, with `minidist.simple.recovery.recover`: the death of a process ends no other
 process. The processes are forks of this one, so nothing is pickled and nothing is imported twice.
 """
 

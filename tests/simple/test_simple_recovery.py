@@ -242,15 +242,6 @@ DEADLINE_S = 60.0
 FP64 = {"precision__policy": "fp64", "train__micro_batches": 1, "optim__schedule": "constant"}
 
 
-def try_step(trainer):
-    """One step; False if the connection was lost. The error ends here: its traceback keeps connections open."""
-    try:
-        trainer.step()
-    except CommError:
-        return False
-    return True
-
-
 def train_with_a_death(world, config, size, dying, death, break_at=None):
     """Train seven steps in processes; return what each process returns, and the members of all groups.
 
@@ -273,7 +264,12 @@ def train_with_a_death(world, config, size, dying, death, break_at=None):
         while trainer.progress.step < 7:
             if number == dying and trainer.progress.step == death:
                 signal.raise_signal(signal.SIGKILL)
-            if not try_step(trainer) or trainer.progress.step == 6:
+            try:
+                trainer.step()
+                must_meet = trainer.progress.step == 6
+            except CommError:
+                must_meet = True
+            if must_meet:
                 group = rendezvous(group)
                 old, trainer = trainer, make_trainer(group.world, config)
                 recover(trainer, old)

@@ -33,9 +33,9 @@ class ElasticRanks:
 
     function: called in each process as `function(number, rendezvous)`; processes are numbered from 0. rendezvous(group)
     closes all connections with the other members of `group`, unless it is None, waits until every living process has
-    called it, and returns their new process group: gloo on this machine, ranks in the order of their numbers. size: the number of processes to
-    start now. on_group: called in this process with the member numbers of each new group, before the group forms; a
-    process that `on_group` starts joins the next group.
+    called it, and returns their new process group: gloo on this machine, ranks in the order of their numbers. size: the
+    number of processes to start now. on_group: called in this process with the member numbers of each new group, before
+    the group forms; a process that `on_group` starts joins the next group.
 
     groups: the member numbers of every group so far. values: for each number, the value that the process has returned.
     dead: the numbers of the processes that ended without returning.

@@ -159,7 +159,8 @@ def crash_states(
 ) -> Iterator[tuple[str, dict[str, bytes], set[str]]]:
     """Yield what a disk may hold if the machine crashes after `changes`: (what was lost, files, folders).
 
-    files: on disk before the first change. What is not synced may have reached the disk or not.
+    files: on disk before the first change. What is not synced may have reached the disk or not. If the last change
+    removes a folder, half of its files may be left.
     """
     view, durable, entries = dict(files), dict(files), set(files)
     renames: list[tuple[str, str]] = []  # not yet synced
@@ -176,6 +177,7 @@ def crash_states(
             entries |= {file for file in view if file.rpartition("/")[0] == name}
             renames = renames if name else []
         elif operation == "remove":
+            removed = [(file, data) for file, data in sorted(view.items()) if _is_in(file, name)]
             view = {file: data for file, data in view.items() if not _is_in(file, name)}
             folders.discard(name)
         elif operation == "rename":
@@ -193,6 +195,8 @@ def crash_states(
             name: data for name, data in view.items() if name in entries
         },
     }
+    if changes and changes[-1][0] == "remove":
+        lost["half of the files of a removed folder were left"] = view | dict(removed[len(removed) // 2 :])
     for what, found in lost.items():
         yield what, found, folders
         undone, remaining = found, set(folders)

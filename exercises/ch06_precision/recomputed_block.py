@@ -6,7 +6,7 @@ Write an operation with a backward of its own that saves this input only, and th
 Recompute.apply(run, arguments, hidden, anchor): run(hidden, *arguments), where hidden is a tensor of any shape and
 arguments a tuple of other objects, which need no gradient. forward and backward are the two halves of it, which section
 6.6 of the notebook introduces. recompute_block(block): from then on block(hidden, *arguments) is such an operation, any
-number of times before the first backward, and only runs the block where gradients are disabled.
+number of times before the first backward; where gradients are disabled, it only runs the block.
 Example: block(x) is x.exp().sin() with x of shape (1024,) in fp32, so that autograd saves x.exp() twice over.
     recompute_block(block); y = block(x)   has the same values, and no tensor but x and y exists after the call
     y.sum().backward()                     runs the block once more, and gives x.grad bit for bit as without it
@@ -19,7 +19,7 @@ repeated once, in the same order on all of them.
 
 You may call:
     ctx.save_for_backward(tensor), ctx.saved_tensors   keep tensors from forward; a tuple of them in backward
-    torch.is_grad_enabled(), torch.enable_grad()   gradients are disabled inside both forward and backward of a Function
+    torch.enable_grad()   gradients are disabled inside both forward and backward of a Function
     Tensor.detach(), Tensor.requires_grad_()   the same values without their graph; the start of a new graph
     out.backward(grad)   backward from a tensor `out` whose gradient is `grad`, of the same shape
     torch.empty(0, requires_grad=True)   a tensor that requires a gradient and takes no memory

@@ -16,7 +16,8 @@ Checked: the files on 1 to 4 ranks, also in a group of some of the ranks, and wi
 folders are made before files are written into them, by one rank; a simulated crash before and after each change of the
 disk, in which changes that were not synced are lost or kept; an error on any one rank, after which all ranks must raise
 RunError and no checkpoint may appear (if only the last sync fails, it may); the files that an earlier attempt left
-behind; and a step that was saved before, whose folder is replaced.
+behind; and a step that was saved before, whose folder is replaced, also if the machine crashes when half of its files
+have been deleted.
 
 You may call:
     on_all_ranks(action, group) -> list   the results of action() on all ranks; RunError on all if one raised
@@ -25,7 +26,9 @@ You may call:
     format_index(step, state, written) -> str   the text of checkpoint.json; written: for each rank, in rank order,
         ({"checksum": str, "bytes": length of its file}, [(name, dtype, shape, start, stop) for each box in it])
     path.mkdir(parents=True), path.write_bytes(data), path.write_text(text), path.rename(new)   raise OSError
-    sync(path)   waits until a file's bytes, or a folder's entries, are on disk; remove_folder(path)   if it exists
+    path.exists()   True or False
+    sync(path)   waits until a file's bytes, or a folder's entries, are on disk
+    remove_folder(path)   if it exists, one file after the other
 
 Check it with: python -m exercises check atomic_save
 

@@ -95,7 +95,7 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
     moment leaves this checkpoint whole or unfinished, and every earlier one as it was. Raises RunError on all ranks.
     """
     folder = root / f"step-{step:08d}"
-    partial = folder.with_name(folder.name + ".partial")
+    partial, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
     saved = [shard for shard in shards if shard.is_saved_here and shard.box.numel]
 
     def prepare() -> None:
@@ -116,9 +116,12 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
             (partial / INDEX).write_text(format_index(step, state, written))
             sync(partial / INDEX)
             sync(partial)
-            remove_folder(folder)  # the same step, saved before
+            if folder.exists():  # the same step, saved before; half deleted, it must not look complete
+                remove_folder(replaced)
+                folder.rename(replaced)
             partial.rename(folder)
             sync(root)
+            remove_folder(replaced)
 
     on_all_ranks(prepare, group)
     written = on_all_ranks(write_file, group)

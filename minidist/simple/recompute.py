@@ -38,8 +38,6 @@ def recompute_block(block: nn.Module) -> None:
     run = block.forward
 
     def forward(hidden: Tensor, *arguments) -> Tensor:
-        if not torch.is_grad_enabled():
-            return run(hidden, *arguments)
         return Recompute.apply(run, arguments, hidden, torch.empty(0, requires_grad=True))
 
     block.forward = forward

@@ -32,6 +32,7 @@ Usual wrong answers:
 * renames, and then writes the index
 * saves all shards, also those that another rank saves
 * syncs the root before the rename, which is then not on disk
+* deletes the earlier folder of the step under its complete name: after a crash, half of its files look complete
 * does not make room for a step that was saved before: the rename fails
 * saves the shapes of the shards instead of the global ones
 * saves what the other ranks have written
@@ -55,7 +56,7 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
     moment leaves this checkpoint whole or unfinished, and every earlier one as it was. Raises RunError on all ranks.
     """
     folder = root / f"step-{step:08d}"
-    partial = folder.with_name(folder.name + ".partial")
+    partial, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
     saved = [shard for shard in shards if shard.is_saved_here and shard.box.numel]
 
     def prepare() -> None:
@@ -76,9 +77,12 @@ def save(root: Path, step: int, shards: Sequence[Shard], state: dict, group: Gro
             (partial / INDEX).write_text(format_index(step, state, written))
             sync(partial / INDEX)
             sync(partial)
-            remove_folder(folder)  # the same step, saved before
+            if folder.exists():  # the same step, saved before; half deleted, it must not look complete
+                remove_folder(replaced)
+                folder.rename(replaced)
             partial.rename(folder)
             sync(root)
+            remove_folder(replaced)
 
     on_all_ranks(prepare, group)
     written = on_all_ranks(write_file, group)

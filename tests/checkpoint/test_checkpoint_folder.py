@@ -84,7 +84,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path):
-    command = [sys.executable, "-m", "tests.helpers.checkpoint_killed", tmp_path]
+    command = [sys.executable, "-m", "tests.helpers.checkpoint_killed", tmp_path, "fast"]
     root = Path(__file__).resolve().parents[2]
     result = warm_python.run(command, cwd=root, timeout=100)
     assert result.returncode == 0, result.stderr

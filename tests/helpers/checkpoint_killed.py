@@ -1,8 +1,9 @@
 """Kill a process at every file operation of a save, and read the checkpoints that it left.
 
-Run as a program; it prints one JSON object. A clean process forks one child per file operation: the child ends itself
-with SIGKILL just before its k-th operation, or half-way through writing a file. Between two operations nothing changes
-on disk, so these are all the states that a kill can leave.
+Run as a program, with a folder and "fast" or "simple", the trainer that saves; it prints one JSON object. A clean
+process forks one child per file operation: the child ends itself with SIGKILL just before its k-th operation, or
+half-way through writing a file. Between two operations nothing changes on disk, so these are all the states that a kill
+can leave.
 """
 
 import json
@@ -16,11 +17,21 @@ import torch
 from minidist.checkpoint import save
 from minidist.checkpoint.folders import complete_checkpoints, latest_checkpoint, prune_checkpoints
 from minidist.checkpoint.save import save_checkpoint
+from minidist.comm import World, bind
+from minidist.mesh import Mesh
+from minidist.parameters import Box
+from minidist.simple import checkpoint as simple
 from tests.helpers.checkpoint_cases import full_shard, load_full_tensors
 
 
 def save_value(root, step, value):
     return save_checkpoint(root, step, [full_shard("w", torch.full((8,), float(value)))], {"value": value})
+
+
+def save_value_simply(root, step, value):
+    group = bind(World.single(), Mesh())["control"]
+    shard = simple.Shard("w", (8,), Box.whole((8,)), torch.full((8,), float(value)), is_saved_here=True)
+    return simple.save(root, step, [shard], {"value": value}, group)
 
 
 def read_value(path):
@@ -68,7 +79,8 @@ def kill_before_operation(moment):
     for name in ("mkdir", "rmdir", "unlink", "rename", "fsync", "chmod"):
         before(os, name)
     half_way(save, "write_tensor_file", 0)
-    half_way(Path, "write_text", 0)
+    for name in ("write_text", "write_bytes"):
+        half_way(Path, name, 0)
 
 
 def kill_everywhere(root, prepare, act):
@@ -123,10 +135,16 @@ def two_checkpoints(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     cases = {
-        "new step": (one_checkpoint, save_new_step),
-        "same step": (one_checkpoint, replace_step),
-        "keep one": (two_checkpoints, save_and_keep_one),
-    }
+        "fast": {
+            "new step": (one_checkpoint, save_new_step),
+            "same step": (one_checkpoint, replace_step),
+            "keep one": (two_checkpoints, save_and_keep_one),
+        },
+        "simple": {
+            "new step": (one_checkpoint, lambda folder: save_value_simply(folder, 2, 20)),
+            "same step": (one_checkpoint, lambda folder: save_value_simply(folder, 1, 20)),
+        },
+    }[sys.argv[2]]
     results = {}
     for name, (prepare, act) in cases.items():
         place = Path(sys.argv[1], name)

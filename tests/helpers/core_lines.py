@@ -1,6 +1,6 @@
 """Lines of the core: every module of the package outside `minidist/tools`, with docstrings, comments and blank lines.
 
-The simple trainer and the simple versions of single parts are counted apart from the rest.
+The simple trainer is counted apart from the rest.
 
 `python -m tests.helpers.core_lines` prints the count by folder.
 """
@@ -17,36 +17,24 @@ def core_modules() -> list[Path]:
     return [path for path in modules if path.relative_to(PACKAGE).parts[0] not in ("tools", "__main__.py")]
 
 
-def is_simple_version(path: Path) -> bool:
-    """Whether a file is a simple version of a part of the fast trainer: a `simple.py`, or in its folder `simple`."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "simple" in parts and parts[0] != "simple"
-
-
 def simple_trainer_lines() -> dict[str, int]:
     """Lines of each file of the simple trainer, `minidist/simple`, by its name."""
     return {path.name: len(path.read_text().splitlines()) for path in sorted((PACKAGE / "simple").glob("*.py"))}
 
 
 def core_lines() -> dict[str, int]:
-    """Lines by folder, without anything simple; the modules at the top level together."""
+    """Lines by folder, without the simple trainer; the modules at the top level together."""
     lines: dict[str, int] = {}
     for path in core_modules():
-        if not is_simple_version(path) and path.parent.name != "simple":
-            parts = path.relative_to(PACKAGE).parts
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] != "simple":
             folder = parts[0] if len(parts) > 1 else TOP
             lines[folder] = lines.get(folder, 0) + len(path.read_text().splitlines())
     return lines
 
 
-def simple_lines() -> dict[Path, int]:
-    """Lines of each file of the simple versions."""
-    return {path: len(path.read_text().splitlines()) for path in core_modules() if is_simple_version(path)}
-
-
 if __name__ == "__main__":
     counts = core_lines()
-    simple = ("simple trainer", simple_trainer_lines()), ("simple versions", simple_lines())
-    totals = ("together", sum(counts.values())), *((name, sum(lines.values())) for name, lines in simple)
+    totals = ("together", sum(counts.values())), ("simple trainer", sum(simple_trainer_lines().values()))
     for name, count in [*sorted(counts.items()), *totals]:
         print(f"{name:<16}{count:>8,}")

@@ -1,5 +1,9 @@
 """Simple checkpoints: any layout loads what another has saved, the fast trainer included, and damage is found."""
 
+import json
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +12,13 @@ from minidist.checkpoint.index import verify_checkpoint
 from minidist.checkpoint.load import load_checkpoint
 from minidist.checkpoint.save import save_checkpoint
 from minidist.checkpoint.shards import make_tensor_shards
-from minidist.comm import bind, bind_all_gather_object
-from minidist.errors import DamagedError, UserError
+from minidist.comm import World, bind, bind_all_gather_object
+from minidist.errors import DamagedError, RunError, UserError
 from minidist.mesh import Mesh
-from minidist.parameters import ParamSpec, flat_boxes
+from minidist.parameters import Box, ParamSpec, flat_boxes
 from minidist.simple import checkpoint
 from minidist.simple.training_state import make_shards
+from tests.helpers.warm_python import warm_python
 
 SHAPES = {"a.weight": (5, 6, 4), "b.weight": (7,), "c": ()}
 
@@ -77,6 +82,102 @@ def test_each_engine_loads_what_the_other_has_saved(ranks, tmp_path, saver, num_
             assert torch.equal(by_fast[name].view(SHAPES[name]), values(name))
 
 
+# -- from one number of ranks to another ------------------------------------------------------------------------------
+
+TENSORS = {
+    "params/matrix": torch.arange(35.0).reshape(7, 5),
+    "params/vector": torch.arange(11.0, dtype=torch.float64),
+    "optimizer.step/vector": torch.tensor(3.0),
+}
+
+
+def cut(rank, size, axis, fill=None):
+    """Shards of unequal length, cut along the first or the last axis; a scalar is saved by rank 0."""
+    shards = []
+    for name, tensor in TENSORS.items():
+        start, stop = [0] * tensor.dim(), list(tensor.shape)
+        if tensor.dim():
+            bounds = [round(tensor.shape[axis] * (i / size) ** 1.5) for i in range(size + 1)]
+            start[axis], stop[axis] = bounds[rank], bounds[rank + 1]
+        box = Box(tuple(start), tuple(stop))
+        part = tensor[box.slices].clone() if fill is None else torch.full(box.shape, fill, dtype=tensor.dtype)
+        shards.append(checkpoint.Shard(name, tuple(tensor.shape), box, part, bool(tensor.dim()) or rank == 0))
+    return shards
+
+
+def save_rows(world, root, step=7):
+    group = bind(world, Mesh(dp=world.size))["control"]
+    return checkpoint.save(root, step, cut(world.rank, world.size, axis=0), {"rank": world.rank}, group)
+
+
+def load_columns(world, path):
+    shards = cut(world.rank, world.size, axis=-1, fill=-1.0)
+    index = checkpoint.load(path, shards, bind(world, Mesh(dp=world.size))["control"])
+    expected = cut(world.rank, world.size, axis=-1)
+    return index["state"], all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, expected, strict=True))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_any_layout_loads_what_another_has_saved(ranks, tmp_path, writers, readers):
+    [path, *_] = ranks(save_rows, writers, tmp_path)
+    assert ranks(load_columns, readers, path) == [({"rank": 0}, True)] * readers
+
+
+def load_damaged(world, path):
+    shards = cut(world.rank, world.size, axis=0, fill=-1.0)
+    with pytest.raises(DamagedError) as caught:
+        checkpoint.load(path, shards, bind(world, Mesh(dp=world.size))["control"])
+    assert all((shard.tensor == -1).all() for shard in shards), "a tensor was written"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "rank-00001.safetensors"])
+def test_damage_that_one_rank_reads_stops_all_before_a_tensor_is_written(ranks, tmp_path, file):
+    [path, *_] = ranks(save_rows, 2, tmp_path)
+    data = bytearray((path / file).read_bytes())
+    data[-2] ^= 1
+    (path / file).write_bytes(data)
+    messages = ranks(load_damaged, 3, path)
+    assert len(set(messages)) == 1 and file in messages[0]
+
+
+# -- saves that do not succeed ----------------------------------------------------------------------------------------
+
+
+def save_to_full_disk(world, root, file):
+    def sync(path, sync=checkpoint.sync):
+        if path.name == file:
+            raise OSError("no space left on the disk")
+        sync(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "sync", sync)
+        with pytest.raises(RunError, match="no space left"):
+            save_rows(world, root, step=8)
+
+
+@pytest.mark.parametrize("file", ["rank-00002.safetensors", "checkpoint.json"])
+def test_no_rank_saves_if_one_cannot(ranks, tmp_path, file):
+    [path, *_] = ranks(save_rows, 2, tmp_path)
+    ranks(save_to_full_disk, 3, tmp_path, file)
+    assert checkpoint.complete_checkpoints(tmp_path) == [path]
+
+
+def test_a_process_killed_at_any_moment_of_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "tests.helpers.checkpoint_killed", tmp_path, "simple"]
+    result = warm_python.run(command, cwd=Path(__file__).resolve().parents[2], timeout=100)
+    assert result.returncode == 0, result.stderr
+    results = json.loads(result.stdout)
+    assert sorted(results) == ["new step", "same step"]
+    for name, found in results.items():
+        values = [outcome["latest"] for outcome in found]
+        assert set(values) == {10, 20} and values == sorted(values), (name, found)
+        assert len(values) > 8, "mkdir, two files and three more operations of fsync make at least eight moments"
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
 def save_one(world, root):
     group = bind(world, Mesh())["control"]
     shards = [s for name, (spec, *_) in specs(0, 1).items() for s in make_shards("params", spec, values(name), 0)]
@@ -85,8 +186,6 @@ def save_one(world, root):
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "checkpoint.json"])
 def test_one_changed_bit_is_found_and_nothing_is_loaded(tmp_path, file):
-    from minidist.comm import World
-
     path, shards, group = save_one(World.single(), tmp_path)
     data = bytearray((path / file).read_bytes())
     # In the index the number of the step, so that it stays readable: 1 becomes 0.
@@ -100,8 +199,6 @@ def test_one_changed_bit_is_found_and_nothing_is_loaded(tmp_path, file):
 
 
 def test_another_shape_is_refused_with_both(tmp_path):
-    from minidist.comm import World
-
     path, _, group = save_one(World.single(), tmp_path)
     spec = ParamSpec("b.weight", (8,), tuple(flat_boxes((8,), 0, 8)), (0,))
     with pytest.raises(UserError, match=r"'shape': \[7\].*'shape': \[8\]"):

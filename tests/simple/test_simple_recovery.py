@@ -5,16 +5,20 @@ Every comparison is bit by bit, with a trainer that nothing has disturbed.
 
 import math
 import re
+import signal
 from functools import partial
 
 import pytest
 import torch
 
-from minidist.comm import bind
+from minidist.comm import CommError, World, all_reduce, bind
 from minidist.config import MeshConfig
 from minidist.errors import RunError
 from minidist.mesh import Mesh
+from minidist.simple import mixed_precision
 from minidist.simple.recovery import best_interval_s, differing_replicas, expected_time_s, recover, replicated_tensors
+from minidist.tools.estimate.goodput import FailureModel
+from minidist.tools.launch.elastic import ElasticRanks
 from tests.helpers.small_run import small_config, write_text
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -143,6 +147,23 @@ def test_each_set_of_replicas_is_compared_by_its_bits(ranks):
     assert ranks(compare_small_tensors, 4) == [expected] * 4
 
 
+def compare_nothing(world):
+    tensors, everyone = {"bias": torch.zeros(7, dtype=torch.bfloat16)}, tuple(range(world.size))
+    group, found = bind(world, Mesh(dp=world.size))["control"], []
+    for changed in range(world.size):
+        bias = tensors["bias"].clone()
+        if world.rank == changed:
+            bias[3] = -0.0
+        found.append(differing_replicas({"bias": (bias, everyone)}, group))
+    return differing_replicas({}, group), found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_single_rank_and_no_tensors_have_no_difference_and_two_replicas_no_majority(ranks, size):
+    expected = {1: [{}], 2: [{"bias": [0, 1]}] * 2, 3: [{"bias": [rank]} for rank in range(3)]}[size]
+    assert ranks(compare_nothing, size) == [({}, expected)] * size
+
+
 # -- a new rank -------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -215,6 +236,93 @@ def test_a_shard_without_replica_is_refused_and_nothing_changes(ranks, config_of
         )
 
 
+# -- processes that really die ----------------------------------------------------------------------------------------
+
+DEADLINE_S = 60.0
+FP64 = {"precision__policy": "fp64", "train__micro_batches": 1, "optim__schedule": "constant"}
+
+
+def train_with_a_death(world, config, size, dying, death, break_at=None):
+    """Train seven steps in processes; return what each process returns, and the members of all groups.
+
+    `dying` is killed in step `death`, and then a process is started that joins after step 6. break_at: process 1 does
+    not get the decision of this step, as if the connection broke: all others are a step ahead of it.
+    """
+
+    def train(number, rendezvous):
+        def break_after_sum(tensor, group):
+            all_reduce(tensor, group)
+            if number == 1 and trainer.progress.step == break_at and not broken:
+                broken.append(True)
+                raise CommError("all_reduce failed: Connection closed by peer")
+
+        broken, group = [], rendezvous(None)
+        mixed_precision.all_reduce = break_after_sum  # in this process, which ends with the test
+        trainer = make_trainer(group.world, config)
+        if number >= size:
+            recover(trainer, None)
+        while trainer.progress.step < 7:
+            if number == dying and trainer.progress.step == death:
+                signal.raise_signal(signal.SIGKILL)
+            try:
+                trainer.step()
+                must_meet = trainer.progress.step == 6
+            except CommError:
+                must_meet = True
+            if must_meet:
+                group = rendezvous(group)
+                old, trainer = trainer, make_trainer(group.world, config)
+                recover(trainer, old)
+        tensors = {name: tensor.detach().clone() for name, (tensor, _) in replicated_tensors(trainer).items()}
+        return tensors, trainer.progress, group.size
+
+    def add_one(members):
+        if processes.dead and len(processes.pids) < size and break_at is None:
+            processes.start_process()
+
+    with ElasticRanks(train, size, on_group=add_one) as processes:
+        return dict(processes.serve(DEADLINE_S)), processes.groups
+
+
+def assert_undisturbed(values, config, size):
+    undisturbed = make_trainer(World.single(), config, steps=7)
+    expected = {name: tensor.detach() for name, (tensor, _) in replicated_tensors(undisturbed).items()}
+    for tensors, progress, last_size in values.values():
+        assert (progress, last_size, tensors.keys()) == (undisturbed.progress, size, expected.keys())
+        for name, tensor in tensors.items():
+            assert torch.allclose(tensor, expected[name], rtol=1e-9, atol=1e-11), name
+
+
+@pytest.mark.parametrize(("size", "dying"), [(2, 0), (4, 3)])
+def test_the_survivors_repeat_the_step_and_a_new_process_joins(ranks, config_of, size, dying):
+    config = config_of({}, **FP64)
+    [(values, groups)] = ranks(train_with_a_death, 1, config, size, dying, 3)
+    everyone = list(range(size))
+    survivors = [number for number in everyone if number != dying]
+    assert groups == [everyone, survivors, [*survivors, size]] and sorted(values) == [*survivors, size]
+    assert_undisturbed(values, config, size)
+
+
+def test_the_survivors_take_the_state_of_the_one_that_is_ahead(ranks, config_of):
+    config = config_of({}, **FP64)
+    [(values, groups)] = ranks(train_with_a_death, 1, config, 3, 2, 4, 3)
+    assert groups == [[0, 1, 2], [0, 1], [0, 1]] and sorted(values) == [0, 1]
+    assert_undisturbed(values, config, 2)
+
+
+def test_a_lost_connection_leaves_the_training_state_as_it_was(config_of, monkeypatch):
+    trainer = make_trainer(World.single(), config_of({}, **FP16), steps=2)
+    before = state_of(trainer)
+
+    def lose_connection(tensor, group):
+        raise CommError("the peer is gone")
+
+    monkeypatch.setattr(mixed_precision, "all_reduce", lose_connection)
+    with pytest.raises(CommError):
+        trainer.step()
+    assert state_of(trainer) == before
+
+
 # -- how often to save ------------------------------------------------------------------------------------------------
 
 
@@ -226,3 +334,10 @@ def test_the_best_interval_has_the_least_cost_per_second():
         best = best_interval_s(mtbf, save, restart)
         assert all(cost(best) / best < cost(best * factor) / (best * factor) for factor in (0.5, 0.99, 1.01, 2.0))
     assert best_interval_s(3e7, 5.0) == pytest.approx(math.sqrt(2 * 5.0 * 3e7), rel=1e-3)  # Young 1974
+
+
+@pytest.mark.parametrize("model", [(10800.0, 30.0, 60.0), (500.0, 100.0, 0.0), (1e6, 0.5, 300.0), (60.0, 90.0, 5.0)])
+def test_the_best_interval_is_that_of_the_estimate(model):
+    estimate = FailureModel(*model)
+    assert best_interval_s(*model) == pytest.approx(estimate.exact_interval_s(), rel=1e-5)
+    assert expected_time_s(100.0, *model) == pytest.approx(estimate.expected_time_s(100.0), rel=1e-12)

@@ -4,6 +4,7 @@ import pytest
 
 from minidist.comm import World
 from minidist.config import CheckpointConfig, MeshConfig
+from minidist.errors import DamagedError
 from minidist.simple.recovery import replicated_tensors, tensor_digest
 from minidist.simple.trainer import Trainer
 from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text
@@ -86,6 +87,31 @@ RESUMED = {
     "diloco": ({"dp": 2}, {"consistency__mode": "diloco", "consistency__h": 2, "consistency__outer_momentum": 0.5}),
     "fp16": ({}, {"precision__policy": "fp16", "precision__growth_interval": 3, "precision__initial_scale": 64.0}),
 }
+
+
+class Notes:
+    def __init__(self):
+        self.lines = []
+
+    def on_note(self, line):
+        self.lines.append(line)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_ones(tmp_path):
+    config, notes = small_config(tmp_path / "run", write_text(tmp_path)), Notes()
+    trainer = Trainer(World.single(), config)
+    for _ in range(3):
+        trainer.step()
+        trainer.save()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-00000003" / "checkpoint.json").write_text("nothing")
+    (checkpoints / "step-00000002" / "rank-00000.safetensors").unlink()
+    trainer = Trainer(World.single(), config, [notes])
+    assert (trainer.progress.step, trainer.resumed_from) == (1, checkpoints / "step-00000001")
+    assert ["step-0000000" + number in line for number, line in zip("32", notes.lines, strict=True)] == [True, True]
+    (checkpoints / "step-00000001" / "checkpoint.json").unlink()
+    with pytest.raises(DamagedError, match="step-00000001"):
+        Trainer(World.single(), config)
 
 
 def train_whole_and_in_two_parts(world, whole, parted):

@@ -2,9 +2,7 @@
 
 import matplotlib
 import pytest
-import torch
 
-from minidist.checkpoint.shards import SavedPart, SavedTensor, TensorShard
 from minidist.errors import UserError
 from minidist.parameters import Box
 from minidist.tools.notebook import plot_loss_differences, plot_outcomes, plot_phases, plot_resharding
@@ -52,10 +50,8 @@ def test_outcomes_may_have_their_colours_beforehand():
 
 
 def test_resharding_returns_every_slice_that_a_rank_reads():
-    saved = SavedTensor("float32", (4, 6), tuple(SavedPart((0, 3 * n), (4, 3 * n + 3), f"rank-{n}") for n in range(2)))
-    loading = [
-        TensorShard("w", (4, 6), box, torch.zeros(box.shape)) for box in (Box((0, 0), (1, 6)), Box((1, 0), (4, 2)))
-    ]
+    saved = [Box((0, 0), (4, 3)), Box((0, 3), (4, 6))]
+    loading = [Box((0, 0), (1, 6)), Box((1, 0), (4, 2))]
     reads = plot_resharding(saved, loading)
     assert reads == [(0, 0, Box((0, 0), (1, 3))), (0, 1, Box((0, 3), (1, 6))), (1, 0, Box((1, 0), (4, 2)))]
     left, right = plt.gcf().axes
@@ -79,7 +75,8 @@ def test_differences_of_losses_are_drawn_and_an_exact_run_is_said_to_be_exact():
         (lambda: plot_phases({"a": []}), "a has none"),
         (lambda: plot_outcomes({}, ["x"], "x"), "no row"),
         (lambda: plot_outcomes({"a": ["ok"]}, ["x", "y"], "x"), "2 columns, but the row a has 1 outcomes"),
-        (lambda: plot_resharding(SavedTensor("float32", (4,), ()), []), "nothing to draw"),
+        (lambda: plot_resharding([Box((0, 0), (4, 3))], []), "nothing to draw"),
+        (lambda: plot_resharding([Box((0,), (4,))], [Box((0,), (2,))]), "1 boxes are read"),
         (lambda: plot_loss_differences({}, [1.0]), "no run has none"),
         (lambda: plot_loss_differences({"a": {}}, [1.0]), "a has none"),
         (lambda: plot_loss_differences({"a": {1: 1.0}}, [1.0]), "steps that the reference"),

@@ -1,6 +1,6 @@
 """Processes that train together although any of them may die: the rendezvous in which the living processes meet.
 
-For programs that recover by themselves, such as `minidist.fault.simple.recovery`: the death of a process ends no other
+For programs that recover by themselves, with `minidist.simple.recovery.recover`: the death of a process ends no other
 process. The processes are forks of this one, so nothing is pickled and nothing is imported twice.
 """
 
@@ -20,6 +20,7 @@ from minidist.comm.status import OperationTracker
 from minidist.comm.world import connect_ranks
 from minidist.tools.launch.device import prefer_gloo_loopback
 from minidist.tools.launch.parent_death import die_with_parent
+from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 60.0  # of an operation between two living ranks
@@ -31,10 +32,10 @@ class ElasticRanks:
     """Processes that form process groups again and again: a process that has died is missing in the next group.
 
     function: called in each process as `function(number, rendezvous)`; processes are numbered from 0. rendezvous(group)
-    closes the connections of `group`, unless it is None, waits until every living process has called it, and returns
-    their new process group: gloo on this machine, ranks in the order of their numbers. size: the number of processes to
-    start now. on_group: called in this process with the member numbers of each new group, before the group forms; a
-    process that `on_group` starts joins the next group.
+    closes all connections with the other members of `group`, unless it is None, waits until every living process has
+    called it, and returns their new process group: gloo on this machine, ranks in the order of their numbers. size: the
+    number of processes to start now. on_group: called in this process with the member numbers of each new group, before
+    the group forms; a process that `on_group` starts joins the next group.
 
     groups: the member numbers of every group so far. values: for each number, the value that the process has returned.
     dead: the numbers of the processes that ended without returning.
@@ -146,11 +147,13 @@ class ElasticRanks:
 def _run(function: Callable, number: int, pipe: Connection) -> None:
     die_with_parent(os.getppid())
     prefer_gloo_loopback()
+    kept_files = list_open_files()
 
     def rendezvous(group: Group | None) -> Group:
         if group is not None and group.process_group is not None:
-            group.process_group = None
-            dist.destroy_process_group()
+            # Of all groups, also those that `function` has made and still refers to: a peer may wait in any of them.
+            interrupt_operations(kept_files)
+            abort_groups(_TIMEOUT_S)
         pipe.send(("meet", None))
         return _connect(*pipe.recv())
 

@@ -5,7 +5,6 @@ Each function draws unless `draw` is False, and returns its data; empty data is 
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from minidist.checkpoint.shards import SavedTensor, TensorShard, find_overlaps
 from minidist.errors import UserError, format_count
 from minidist.parameters import Box
 from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING
@@ -59,26 +58,24 @@ def plot_outcomes(
     return grid
 
 
-def plot_resharding(
-    saved: SavedTensor, loading: Sequence[TensorShard], draw: bool = True
-) -> list[tuple[int, int, Box]]:
+def plot_resharding(saved: Sequence[Box], loading: Sequence[Box], draw: bool = True) -> list[tuple[int, int, Box]]:
     """Plot how a matrix is sharded in a checkpoint, and which parts of it each rank loads from which saving rank.
 
-    saved: the boxes of the matrix (index ranges in each dimension) in the checkpoint, one file for each saving rank.
-    loading: the shard of each loading rank, in rank order. Both plots have one colour per saving rank. Returns (loading
-    rank, saving rank, box) for every box that a loading rank reads. Raises UserError if the tensor does not have two
-    dimensions, or no rank reads anything.
+    saved: the box of the matrix (its index range in each dimension) that each saving rank has written, in rank order.
+    loading: the box of each loading rank. Both plots have one colour per saving rank. Returns (loading rank, saving
+    rank, box) for every box that a loading rank reads. Raises UserError if a box does not have two dimensions, or no
+    rank reads anything.
     """
-    files = sorted({box.file for box in saved.boxes})
     reads = [
-        (rank, files.index(source.file), box)
-        for rank, shard in enumerate(loading)
-        for source, box in find_overlaps(shard, saved)
+        (reader, writer, overlap)
+        for reader, box in enumerate(loading)
+        for writer, source in enumerate(saved)
+        if (overlap := source.intersect(box))
     ]
-    if len(saved.shape) != 2 or not reads:
-        raise UserError(f"there is nothing to draw: {len(reads)} slices of a tensor of shape {saved.shape}")
+    if not reads or any(len(box.shape) != 2 for box in (*saved, *loading)):
+        raise UserError(f"there is nothing to draw: {len(reads)} boxes are read, and only those of a matrix are drawn")
     if draw:
-        _draw_resharding(saved, files, loading, reads)
+        _draw_resharding(saved, loading, reads)
     return reads
 
 
@@ -124,24 +121,22 @@ def _draw_outcomes(grid: Mapping[str, list[str]], columns: Sequence[object], x: 
     figure.tight_layout()
 
 
-def _draw_resharding(
-    saved: SavedTensor, files: list[str], loading: Sequence[TensorShard], reads: list[tuple[int, int, Box]]
-) -> None:
+def _draw_resharding(saved: Sequence[Box], loading: Sequence[Box], reads: list[tuple[int, int, Box]]) -> None:
     from matplotlib import pyplot as plt
 
+    rows, columns = (max(box.stop[dimension] for box in saved) for dimension in (0, 1))
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
     for axes, title in (
-        (left, f"saved by {format_count(len(files), 'rank')}"),
+        (left, f"saved by {format_count(len(saved), 'rank')}"),
         (right, f"loaded by {format_count(len(loading), 'rank')}"),
     ):
-        axes.set(xlim=(0, saved.shape[1]), ylim=(saved.shape[0], 0), title=title, xlabel="column", ylabel="row")
-    for source in saved.boxes:
-        number = files.index(source.file)
-        _draw_box(left, source.box, f"C{number}", f"rank {number}")
-    for rank, number, box in reads:
-        _draw_box(right, box, f"C{number}", f"{number} to {rank}")
-    for shard in loading:
-        _draw_box(right, shard.box, None)
+        axes.set(xlim=(0, columns), ylim=(rows, 0), title=title, xlabel="column", ylabel="row")
+    for rank, box in enumerate(saved):
+        _draw_box(left, box, f"C{rank}", f"rank {rank}")
+    for reader, writer, box in reads:
+        _draw_box(right, box, f"C{writer}", f"{writer} to {reader}")
+    for box in loading:
+        _draw_box(right, box, None)
     figure.tight_layout()
 
 

@@ -12,7 +12,7 @@ import torch
 from bench.contenders import AllReduceContender
 
 
-def available(packages: Mapping[str, str | None], ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
+def find_available(packages: Mapping[str, str | None], ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
     """Return the names of the contenders that can run here, and one line for each that cannot.
 
     packages: the optional package that each contender needs, by contender; None for no package.

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 
     server: launches the ranks; None starts a new rank server.
     """
-    options = _parse(arguments)
+    options = _parse_options(arguments)
     console = command_line.make_console()
 
     def run(server: RankServer) -> None:
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
         for ranks in options.ranks or [2, 4]:
             samples = server.run(measure_on_rank, ranks, (sizes, options.repetitions), **launch_options).values[0]
             calibrations.append(Calibration(ranks, samples))
-            _print(calibrations[-1], console)
+            _print_calibration(calibrations[-1], console)
         _report(calibrations, options, console)
 
     return command_line.exit_code(run, server)
@@ -140,7 +140,8 @@ def _report(calibrations: Sequence[Calibration], options: argparse.Namespace, co
     console.print(f"results in {options.json}, plot in {options.picture}", highlight=False, soft_wrap=True)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     description = "Fit the cost model's alpha, beta and gamma to this machine, and test its predictions."
     parser = argparse.ArgumentParser("python -m bench calibrate", description=description)
     add = parser.add_argument
@@ -192,7 +193,8 @@ def _best_bucket_bytes(calibration: Calibration, options: argparse.Namespace) ->
     return best_bucket_bytes(int(options.gradient_mib * 2**20), options.backward_ms / 1e3, seconds)
 
 
-def _print(calibration: Calibration, console: Console) -> None:
+def _print_calibration(calibration: Calibration, console: Console) -> None:
+    """Print the fitted link, a table of all algorithms, and predicted and measured winners per size."""
     link, largest = calibration.link, calibration.sizes[-1]
     console.print(
         f"\n{calibration.ranks} ranks: alpha {link.alpha_s * 1e6:.0f} us, 1/beta {_format_bandwidth(link.beta_s)}, "
@@ -237,6 +239,7 @@ def _print(calibration: Calibration, console: Console) -> None:
 
 
 def _format_bandwidth(seconds_per_byte: float) -> str:
+    """Return a time per byte as bandwidth, "1.23 GB/s"; "-" for 0."""
     return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "-"
 
 
@@ -247,6 +250,7 @@ def as_json(calibrations: Sequence[Calibration], bucket_bytes: dict[int, int], b
 
 
 def _calibration_as_json(calibration: Calibration, bucket_bytes: int) -> dict:
+    """Return links, errors and fastest algorithms of one calibration as a JSON-compatible dict."""
     one_link_errors, own_errors = calibration.held_out_errors()
     return {
         "ranks": calibration.ranks,

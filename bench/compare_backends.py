@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 
     server: launches the ranks; None starts a new rank server. work: None for the default workload.
     """
-    options = _parse(arguments)
+    options = _parse_options(arguments)
     options.ranks = options.ranks or [2, 4]
 
     def run(server: RankServer) -> None:
-        _validate(options)
+        _check_options(options)
         results, losses = [], {}
         for ranks in options.ranks:
             results += compare_operations(server, ranks, options.rounds, tuple(SIZES[: options.sizes]))
@@ -55,7 +55,8 @@ def _report(results: list[OperationResult], losses: dict, options: argparse.Name
     console.print(f"results in {options.json}, plot in {options.picture}", highlight=False, soft_wrap=True)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     description = (
         "Compare minidist's shared-memory backend shm with gloo: single operations, and steps of torch DDP and FSDP2."
     )
@@ -72,7 +73,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _validate(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise UserError for invalid options."""
     if not sys.platform.startswith("linux"):
         raise UserError("the shm backend runs on Linux only, so there is nothing to compare here")
     for ranks in options.ranks:
@@ -124,7 +126,10 @@ def compare_steps(
 def _compare_timings(
     ranks: int, name: str, size: int, gloo: np.ndarray, shm: np.ndarray, copy_ratio: ConfidenceInterval | None = None
 ) -> OperationResult:
-    """gloo, shm: start, end and CPU time of one operation, of shape (ranks, rounds, 3)."""
+    """Return the paired ratios of one operation on both backends.
+
+    gloo, shm: start, end and CPU time, (ranks, rounds, 3).
+    """
     wall_times = [slowest_rank_times(timings) for timings in (gloo, shm)]
     cpu_times = [timings[:, :, 2].sum(axis=0) for timings in (gloo, shm)]
     ratio, cpu_ratio = (median_interval(paired_ratios(*pair)) for pair in (wall_times, cpu_times))

@@ -61,10 +61,11 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 
 def available_contenders(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
     """Return the names of the contenders that can run here, and one line for each that cannot."""
-    return baselines.available({name: _PACKAGES.get(name) for name in CONTENDERS}, ranks, global_batch)
+    return baselines.find_available({name: _PACKAGES.get(name) for name in CONTENDERS}, ranks, global_batch)
 
 
 def _compare(server: RankServer, options, ranks: int, mode: str) -> Comparison:
+    """Compare the selected contenders on `ranks` ranks in one mode, "full" or "bare"."""
     work = WORKLOADS[options.size]
     names, left_out = available_contenders(ranks, work.global_batch)
     if mode == "bare":  # the simple engine has no such step

@@ -1,7 +1,7 @@
 """`python -m bench local`: the step times of local SGD and DiLoCo against training without communication.
 
 The ranks are on two nodes: torchrun agents in two network namespaces, whose link is as slow as `--mbit` says. All
-contenders are in the same processes and take turns; a round of one is h steps, of which the last merges.
+contenders are in the same processes and take turns; a round of one is h steps, and the last step averages the replicas.
 """
 
 import argparse
@@ -31,10 +31,10 @@ _PORT = 29400  # free in a namespace of our own
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
     """Run the command; return the exit code: 0 done, 1 failed run, 2 invalid options. server: not needed."""
-    options = _parse(arguments)
+    options = _parse_options(arguments)
 
     def run(_: RankServer) -> None:
-        _validate(options)
+        _check_options(options)
         timings = time_contenders(options)
         seconds = {name: slowest_rank_times(np.array(times)) / options.h for name, times in timings.items()}
         ratios = {name: paired_interval(of, seconds["no communication"]) for name, of in seconds.items()}
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return command_line.exit_code(run, server)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     description = "Time the steps of local SGD and DiLoCo on two nodes with a slow link between them."
     parser = argparse.ArgumentParser("python -m bench local", description=description)
     add = parser.add_argument
@@ -59,7 +60,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _validate(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise UserError for invalid options."""
     for name, least in (("ranks", NODES), ("h", 1), ("rounds", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
@@ -109,6 +111,7 @@ def _report(
     ratios: dict[str, ConfidenceInterval],
     ratios_to_torch: dict[str, ConfidenceInterval],
 ) -> None:
+    """Print the table and write the results as JSON. seconds: of every round, by contender."""
     rounds = format_count(options.rounds, "round")
     title = f"{options.ranks} ranks on 2 nodes, {options.mbit:g} Mbit/s, h = {options.h}, {rounds}"
     table = Table(title=title, caption="medians of paired ratios, with 95 % intervals")

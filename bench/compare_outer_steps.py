@@ -22,7 +22,7 @@ from bench import command_line
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.tools.consistency.comparison import PRELOAD, run_on_live_ranks
-from minidist.tools.consistency.comparison_options import ConsistencyOptions, Mode, resolve_options
+from minidist.tools.consistency.comparison_options import ConsistencyOptions, Mode, plan_modes
 from minidist.tools.launch import RankServer
 
 FILE = Path(__file__).parents[1] / "docs" / "diloco_grid.jsonl"
@@ -80,7 +80,7 @@ Results = dict[Run, Result]
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
     """Run the command; return the exit code: 0 done, 1 failed run, 2 invalid options. server: launches the ranks."""
-    options = _parse(arguments)
+    options = _parse_options(arguments)
 
     def run() -> None:
         configs, results = plan_runs(options), read_results(options.file)
@@ -91,13 +91,17 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
                 for number, one in enumerate(missing, start=1):
                     results[one] = measure_run(one, configs[one], rank_server)
                     append_result(options.file, one, results[one])
-                    print(f"{number} of {len(missing)}: {_describe(one)}: {results[one].held_out_loss:.4f}", flush=True)
+                    print(
+                        f"{number} of {len(missing)}: {_describe_run(one)}: {results[one].held_out_loss:.4f}",
+                        flush=True,
+                    )
         print("", *format_tables(results), sep="\n")
 
     return command_line.exit_code_of(run)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         "python -m bench diloco",
         description="Train a small model with DiLoCo in every combination of the options, and synchronously with the "
@@ -159,13 +163,14 @@ def _plan_seeds(
         consistency=dataclasses.replace(small.consistency, **consistency),
     )
     comparison = ConsistencyOptions(run=config, modes=modes, ranks=ranks, seeds=seeds, steps=steps)
-    [mode], _ = resolve_options(comparison)
+    [mode], _ = plan_modes(comparison)
     for seed in range(config.train.seed, config.train.seed + seeds):
         train = dataclasses.replace(mode.config.train, seed=seed)
-        yield _run_of(mode, ranks, seed), dataclasses.replace(mode.config, train=train)
+        yield _make_run(mode, ranks, seed), dataclasses.replace(mode.config, train=train)
 
 
-def _run_of(mode: Mode, ranks: int, seed: int) -> Run:
+def _make_run(mode: Mode, ranks: int, seed: int) -> Run:
+    """Return the run of the grid that a mode, a number of ranks and a seed stand for."""
     config, how = mode.config, mode.config.consistency
     data, train = config.data, config.train
     setup = Setup(data.source, config.model.num_parameters(), ranks, train.global_batch, data.seq_len, config.optim.lr)
@@ -175,7 +180,8 @@ def _run_of(mode: Mode, ranks: int, seed: int) -> Run:
     return Run(setup, config.optim.kind, cell, seed)
 
 
-def _describe(run: Run) -> str:
+def _describe_run(run: Run) -> str:
+    """Return one line of text about a run."""
     cell = run.cell
     how = "synchronous"
     if cell.outer_lr is not None:
@@ -231,6 +237,7 @@ def format_tables(results: Results) -> list[str]:
 
 
 def _format_table(results: Results, setup: Setup) -> Iterator[str]:
+    """Yield the lines of the Markdown table for one setup."""
     losses: dict[tuple[str, Cell], dict[int, float]] = defaultdict(dict)
     sent: dict[Cell, int] = {}
     for run, result in results.items():
@@ -255,10 +262,12 @@ def _format_table(results: Results, setup: Setup) -> Iterator[str]:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def _format_losses(losses: Iterable[float]) -> str:
+    """Return the mean loss over seeds as text, "-" without any."""
     losses = list(losses)
     return f"{statistics.mean(losses):.4f}{_format_seeds(len(losses))}" if losses else "-"
 
@@ -274,4 +283,5 @@ def format_change(losses: dict[int, float], synchronous: dict[int, float]) -> st
 
 
 def _format_seeds(count: int) -> str:
+    """Return a remark if the number of seeds is not the usual one, else ""."""
     return "" if count == SEEDS else f" ({count} seed{'s' * (count > 1)})"

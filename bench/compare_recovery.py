@@ -51,7 +51,7 @@ _GOES_ON = re.compile(r"\d+ ranks? goe?s? on")
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
     """Run the command; return the exit code: 0 done, 1 failed run, 2 invalid options. server: not used."""
-    options = _parse(arguments)
+    options = _parse_options(arguments)
 
     def run(_: RankServer) -> None:
         if options.rounds < 1 or options.ranks < 2:
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return command_line.exit_code(run, server)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser("python -m bench recover", description=__doc__.splitlines()[0].partition(": ")[2])
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="deaths per backend (default: %(default)s)")
@@ -95,7 +96,7 @@ def time_recovery(backend: str, ranks: int) -> float:
             start_new_session=True,
         )  # fmt: skip
         try:
-            return _time_next_step(process)
+            return _kill_and_time_next_step(process)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)  # its ranks end with it
@@ -103,7 +104,8 @@ def time_recovery(backend: str, ranks: int) -> float:
             process.wait()
 
 
-def _time_next_step(process: subprocess.Popen) -> float:
+def _kill_and_time_next_step(process: subprocess.Popen) -> float:
+    """Kill the last rank of a running `process`; return the seconds until the next step, as its output shows."""
     killed_at_s, is_restarted, lines = None, False, []
     start_s = time.monotonic()
     for line in process.stdout:
@@ -168,6 +170,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _report(times_s: dict[str, list[float]], ranks: int) -> None:
+    """Print the table of times, by backend, and the ratio to torchft if it was measured."""
     table = Table("backend", "median", "least", "most", f"wanted, {ranks} ranks", title="SIGKILL to the next step")
     for name, seconds in times_s.items():
         values = (f"{value:.2f} s" for value in (np.median(seconds), min(seconds), max(seconds)))

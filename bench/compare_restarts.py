@@ -39,10 +39,10 @@ _TRAIN = (
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
     """Run the command; return the exit code: 0 done, 1 failed run, 2 invalid options. server: not needed."""
-    options = _parse(arguments)
+    options = _parse_options(arguments)
 
     def run(_: RankServer) -> None:
-        _validate(options)
+        _check_options(options)
         times_s = measure_restarts(options.ranks, options.rounds, options.train)
         results = {"machine": describe_machine("shm"), "ranks": options.ranks, "seconds": times_s}
         command_line.write_json(options.json, results | {"beyond torchrun's own": _report(times_s, options)})
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return command_line.exit_code(run, server)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     description = "Measure the time from SIGKILL of a rank to the first new step under torchrun."
     parser = argparse.ArgumentParser("python -m bench restart", description=description)
     add = parser.add_argument
@@ -62,7 +63,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _validate(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise UserError for invalid options."""
     for name, least in (("ranks", 1), ("rounds", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
@@ -78,15 +80,16 @@ def measure_restarts(ranks: int, rounds: int, train: Sequence[str] = ()) -> dict
         for name, text in _BASELINES.items():
             program = Path(folder) / f"{name.replace(' ', '_')}.py"
             program.write_text(text)
-            command = _torchrun(ranks, rounds, str(program))
+            command = _torchrun_command(ranks, rounds, str(program))
             times_s[name] = measure_recovery(command, folder, "step", ["step"], rounds)
-        command = _torchrun(ranks, rounds, *_TRAIN, "--folder", "run", *train)
+        command = _torchrun_command(ranks, rounds, *_TRAIN, "--folder", "run", *train)
         resumed = ["going on after step", "step "]
         times_s["minidist train"] = measure_recovery(command, folder, "checkpoint: ", resumed, rounds)
     return times_s
 
 
-def _torchrun(ranks: int, restarts: int, *program: str) -> list[str]:
+def _torchrun_command(ranks: int, restarts: int, *program: str) -> list[str]:
+    """Return the command that runs `program` under torchrun. restarts: `--max-restarts`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, "--max-restarts", str(restarts), *program]
 

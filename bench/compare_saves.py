@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 
     server: launches the ranks; None starts a new rank server.
     """
-    options = _parse(arguments)
+    options = _parse_options(arguments)
 
     def run(server: RankServer) -> None:
-        _validate(options)
+        _check_options(options)
         records = {}
         for ranks in options.ranks or [1, 2]:
             values = _measure(server, ranks, options)
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return command_line.exit_code(run, server)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of the command."""
     description = "Compare checkpoints, in the background and not, with a plain copy and with torch's DCP."
     parser = argparse.ArgumentParser("python -m bench save", description=description)
     add = parser.add_argument
@@ -67,7 +68,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _validate(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise UserError for invalid options."""
     for name, value in (
         ("rounds", options.rounds),
         ("mib", options.mib),

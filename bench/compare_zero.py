@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 
 
 def _compare(server: RankServer, options, ranks: int) -> Comparison:
+    """Compare the selected contenders on `ranks` ranks."""
     work = WORKLOADS[options.size]
     available, left_out = available_baselines(ranks, work.global_batch)
     unavailable = BASELINES.keys() - set(available)
@@ -91,40 +92,43 @@ def verdicts(comparison: Comparison) -> Iterator[str]:
         gloo, shm = (comparison.result(minidist_name(stage, backend)) for backend in BACKENDS)
         rivals = {backend: _baseline_results(comparison, stage, backend) for backend in BACKENDS}
         if gloo and rivals["gloo"]:
-            yield _step_time_verdict(comparison, gloo, rivals["gloo"], MAX_GLOO_RATIO)
+            yield _judge_step_time(comparison, gloo, rivals["gloo"], MAX_GLOO_RATIO)
         if shm and rivals["gloo"] and comparison.result(NO_COMMUNICATION):
-            yield _overhead_verdict(comparison, shm, rivals["gloo"])
+            yield _judge_overhead(comparison, shm, rivals["gloo"])
         shm_rivals = rivals["shm"] or _baseline_results(comparison, 2, "shm")  # FSDP2 has no stage 1
         if shm and shm_rivals:
-            yield _step_time_verdict(comparison, shm, shm_rivals, MAX_SHM_RATIO)
+            yield _judge_step_time(comparison, shm, shm_rivals, MAX_SHM_RATIO)
         for ours, backend in ((gloo, "gloo"), (shm, "shm")):
             if ours and ours.tensor_bytes is not None and rivals[backend]:
-                yield _memory_verdict(comparison, ours, rivals[backend])
+                yield _judge_memory(comparison, ours, rivals[backend])
 
 
 def _baseline_results(comparison: Comparison, stage: int, backend: str) -> list[ContenderResult]:
+    """Return the results of the baselines of one ZeRO stage on one backend."""
     counterpart = minidist_name(stage, backend)
     baselines = [result for result in comparison.results if result.name in BASELINES]
     return [result for result in baselines if minidist_counterpart(result.name) == counterpart]
 
 
-def _verdict(target: str, met: bool, comparison: Comparison, evidence: str) -> str:
+def _format_verdict(target: str, met: bool, comparison: Comparison, evidence: str) -> str:
+    """Return one line: the target, whether it is met, and the measurement (`evidence`)."""
     return f"{target} target {'met' if met else 'MISSED'}, {comparison.ranks} ranks: {evidence}"
 
 
-def _step_time_verdict(
+def _judge_step_time(
     comparison: Comparison, ours: ContenderResult, rivals: Sequence[ContenderResult], limit: float
 ) -> str:
-    """Compare with the best baseline: the one with the highest ratio of minidist's time to its time."""
+    """Return the verdict on step time against the baseline with the highest ratio of minidist's time to its own."""
     ratios: dict[str, ConfidenceInterval] = {
         result.name: paired_interval(ours.step_s, result.step_s) for result in rivals
     }
     best = max(ratios, key=lambda name: ratios[name].median)
     evidence = f"{ours.name} / {best} = {ratios[best]} (target: median <= {limit:.2f})"
-    return _verdict("step time", ratios[best].median <= limit, comparison, evidence)
+    return _format_verdict("step time", ratios[best].median <= limit, comparison, evidence)
 
 
-def _overhead_verdict(comparison: Comparison, ours: ContenderResult, rivals: Sequence[ContenderResult]) -> str:
+def _judge_overhead(comparison: Comparison, ours: ContenderResult, rivals: Sequence[ContenderResult]) -> str:
+    """Return the verdict on the time beyond a step without communication, against the worst such ratio."""
     lower_bound = comparison.result(NO_COMMUNICATION).step_s
     ratios = {result.name: overhead_ratio(ours.step_s, result.step_s, lower_bound) for result in rivals}
     best = max(ratios, key=lambda name: ratios[name].median)
@@ -132,13 +136,14 @@ def _overhead_verdict(comparison: Comparison, ours: ContenderResult, rivals: Seq
         f"{ours.name} / {best} = {ratios[best]} of the time beyond a step without communication "
         f"(target: <= {MAX_OVERHEAD_RATIO:.2f})"
     )
-    return _verdict("overhead", ratios[best].median <= MAX_OVERHEAD_RATIO, comparison, evidence)
+    return _format_verdict("overhead", ratios[best].median <= MAX_OVERHEAD_RATIO, comparison, evidence)
 
 
-def _memory_verdict(comparison: Comparison, ours: ContenderResult, rivals: Sequence[ContenderResult]) -> str:
+def _judge_memory(comparison: Comparison, ours: ContenderResult, rivals: Sequence[ContenderResult]) -> str:
+    """Return the verdict on peak memory, against the baseline with the lowest peak."""
     best = min(rivals, key=lambda result: result.tensor_bytes)
     evidence = (
         f"{ours.name} peaks at {ours.tensor_bytes / 2**20:.1f} MiB, {best.name} at {best.tensor_bytes / 2**20:.1f} MiB "
         "of tensors and shared-memory segments per rank (target: no higher)"
     )
-    return _verdict("memory", ours.tensor_bytes <= best.tensor_bytes, comparison, evidence)
+    return _format_verdict("memory", ours.tensor_bytes <= best.tensor_bytes, comparison, evidence)

@@ -68,6 +68,7 @@ def print_comparison(comparison: Comparison, verdicts: Iterable[str], console: C
 
 
 def _format_mib(size: int | None) -> str:
+    """Return bytes as MiB; "-" for None."""
     return "-" if size is None else f"{size / 2**20:.1f}"
 
 
@@ -100,6 +101,7 @@ def as_json(
 
 
 def _result_as_json(result: ContenderResult) -> dict:
+    """Return the measurements of one contender as a JSON-compatible dict."""
     values = asdict(result) | {"median_s": result.median_s}
     for key in ("time_over_no_communication", "minidist_ratio", "minidist_cpu_ratio"):
         interval = getattr(result, key)
@@ -146,12 +148,14 @@ def plot(comparisons: Sequence[Comparison], title: str, path) -> None:
 
 
 def _bar_color(name: str) -> str:
+    """Return the colour of a contender's bar: minidist, baseline or no communication."""
     if name == NO_COMMUNICATION:
         return "#bbbbbb"
     return "#c44e52" if name.startswith(MINIDIST_PREFIX) else "#4c72b0"
 
 
 def _plot_ratios(comparison: Comparison, axis) -> None:
+    """Plot minidist's time over each contender's, with its confidence interval."""
     axis.axvline(1.0, color="#777777", linewidth=1)
     for y, result in enumerate(comparison.results):
         if result.minidist_ratio is None or result.name == NO_COMMUNICATION:

@@ -17,7 +17,7 @@ def describe_machine(backend: str = "gloo") -> dict:
     """Return cores, processor, versions, backend and the current time as a JSON-compatible dict."""
     return {
         "cores": usable_cores(),
-        "processor": _processor_name(),
+        "processor": _read_processor_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "backend": backend,
@@ -26,7 +26,8 @@ def describe_machine(backend: str = "gloo") -> dict:
     }
 
 
-def _processor_name() -> str:
+def _read_processor_name() -> str:
+    """Return the processor's name, as Linux reports it, else as Python does."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

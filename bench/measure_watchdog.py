@@ -1,8 +1,8 @@
 """`python -m bench watch`: what deadlock detection under torchrun costs per rank and second of waiting.
 
-One process simulates the ranks: it runs the watchdog's code of every rank by a virtual clock, against a real TCPStore
+One process simulates the ranks: it runs the watchdog's code of every rank in simulated time, against a real TCPStore
 in a process of its own. All ranks but one wait; the last one is slow, then returns without launching its part. CPU time
-is measured on both sides; the time until the report is that of the virtual clock, without the time of the operations.
+is measured on both sides; the time until the report is simulated time, without the time of the operations.
 """
 
 import argparse
@@ -89,10 +89,10 @@ def measure_cost(server: RankServer, ranks: int, seconds: float) -> WatchCost:
                 everyone, page.on_launch(everyone, "all_reduce", (4,), "float64"), "all_reduce", (4,), "float64"
             )
         cpu_s, wall_s = [0.0] * ranks, 0.0
-        server_s = _server_cpu_s(stream)
+        server_s = _request_server_cpu_s(stream)
         for tick in range(round(seconds / TICK_S)):
             wall_s += _tick_all(watched, tick * TICK_S, cpu_s)[1]
-        server_s = _server_cpu_s(stream) - server_s
+        server_s = _request_server_cpu_s(stream) - server_s
         pages[-1].record_end("returned")
         watched[-1].post()
         report, waited_s = None, 0.0
@@ -148,7 +148,8 @@ def _serve_store(world: World, port: int) -> None:
             print(time.process_time(), file=stream, flush=True)
 
 
-def _server_cpu_s(stream: TextIO) -> float:
+def _request_server_cpu_s(stream: TextIO) -> float:
+    """Ask the store's process for its CPU time in seconds."""
     print("time", file=stream, flush=True)
     return float(stream.readline())
 

@@ -220,6 +220,7 @@ class TorchPipeline:
         self.kernel = optimizer_kernel(self.optimizer)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a micro-batch: its sum over tokens, over the token count of the global batch."""
         return cross_entropy_sum(logits, labels)[0] / self.count
 
     def step(self, batch_range):

@@ -60,8 +60,10 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
 
 
 def _ip(*arguments: str) -> None:
+    """Run the command `ip`."""
     _run("ip", *arguments)
 
 
 def _run(*command: str) -> None:
+    """Run a command. Raises CalledProcessError if it fails."""
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -27,11 +27,12 @@ class PeakResidentMemory:
 
     def __enter__(self) -> "PeakResidentMemory":
         self.bytes, self._stop = read_pss_bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._sample)
+        self._thread = threading.Thread(target=self._sample_until_stopped)
         self._thread.start()
         return self
 
-    def _sample(self) -> None:
+    def _sample_until_stopped(self) -> None:
+        """Sample the PSS every 2 ms, in a thread of its own."""
         while self.bytes is not None and not self._stop.wait(0.002):
             self.bytes = max(self.bytes, read_pss_bytes())
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
             if getattr(options, name) < 1:
                 raise UserError(f"--{name} is {getattr(options, name)}; it must be at least 1")
         result = plan_index(options.ranks, options.layers)
-        _print(result)
+        _print_result(result)
         command_line.write_json(options.json, result)
 
     return command_line.exit_code_of(run)
@@ -112,7 +112,7 @@ def plan_index(ranks: int, layers: int) -> dict[str, float]:
 def _local_shards(
     flat_params: Sequence[PlannedFlatParam], shapes: dict[str, tuple[int, ...]], rank: int
 ) -> list[TensorShard]:
-    """The shards of one rank, as the trainer makes them, without memory for their values."""
+    """Return the shards of one rank, as the trainer makes them, without memory for their values."""
     local_shards = []
     for flat in flat_params:
         for name, (start, stop) in flat.layout.param_ranges(rank).items():
@@ -124,7 +124,8 @@ def _local_shards(
     return local_shards
 
 
-def _print(result: dict[str, float]) -> None:
+def _print_result(result: dict[str, float]) -> None:
+    """Print sizes and times beside their targets."""
     console = command_line.make_console()
     print_line = lambda line: console.print(line, highlight=False)  # noqa: E731
     print_line(

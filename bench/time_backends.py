@@ -37,7 +37,7 @@ def time_operations(world: World, rounds: int, sizes: tuple[int, ...]) -> dict[t
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     operations: dict[tuple[str, int, str], Callable[[], object]] = {}
     for size in sizes:
-        for (name, backend), operation in _operations(world, size, groups).items():
+        for (name, backend), operation in _make_operations(world, size, groups).items():
             operations[name, size, backend] = operation
     timings: dict[tuple[str, int, str], list[Timing]] = {key: [] for key in operations}
     gc.disable()
@@ -58,7 +58,7 @@ def repetitions(size: int) -> int:
     return max(1, min(100, 8 * MIB // size))
 
 
-def _operations(world: World, size: int, groups: dict[str, dist.ProcessGroup]) -> dict[tuple[str, str], Callable]:
+def _make_operations(world: World, size: int, groups: dict[str, dist.ProcessGroup]) -> dict[tuple[str, str], Callable]:
     """Make the operations on tensors of `size` bytes, by (operation, backend)."""
     n, rank, operations = size // 4, world.rank, {}
     full, shard, copy = torch.zeros(n), torch.zeros(n // world.size), torch.zeros(n)
@@ -111,6 +111,7 @@ def time_steps(
 
 
 def _apply_fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Apply torch's fully_shard to every layer and to the model, over `group`."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -41,8 +41,8 @@ def main() -> None:
             "DiLoCo, int8": ConsistencyConfig(mode="diloco", h=h, exchange="int8"),
             "synchronous": ConsistencyConfig(),
         }
-        contenders = {name: _minidist(world, how, steps, h, groups) for name, how in modes.items()}
-        contenders["torch local SGD"] = _torch_local_sgd(world, steps, h)
+        contenders = {name: _make_minidist_contender(world, how, steps, h, groups) for name, how in modes.items()}
+        contenders["torch local SGD"] = _make_torch_contender(world, steps, h)
         times: dict[str, list] = {name: [] for name in contenders}
         for number in range(rounds + 1):  # the first one is not timed
             for name, train_round in contenders.items():
@@ -56,10 +56,17 @@ def main() -> None:
 
 
 def _make_loader(config: Config) -> Loader:
+    """Return the loader of the synthetic text that all contenders train on."""
     return Loader(generate_text(200_000, _SEED), config.data.seq_len, _SEED)
 
 
-def _minidist(world: World, how: ConsistencyConfig, steps: int, h: int, groups_of_all: contextlib.ExitStack) -> Round:
+def _make_minidist_contender(
+    world: World, how: ConsistencyConfig, steps: int, h: int, groups_of_all: contextlib.ExitStack
+) -> Round:
+    """Return a function that trains minidist for one round of h steps.
+
+    how: the synchronization mode. steps: of the whole run. groups_of_all: destroys the process groups at the end.
+    """
     config = Config(consistency=how)
     config = replace(config, train=replace(config.train, steps=steps, seed=_SEED))
     mesh = config.mesh_of(world.size)
@@ -78,8 +85,11 @@ def _minidist(world: World, how: ConsistencyConfig, steps: int, h: int, groups_o
     return train_round
 
 
-def _torch_local_sgd(world: World, steps: int, h: int) -> Round:
-    """The same model, data and optimizer in a plain loop, whose parameters torch averages every h steps."""
+def _make_torch_contender(world: World, steps: int, h: int) -> Round:
+    """Return a function that trains one round of h steps in a plain loop, with torch's averaging of parameters.
+
+    Model, data and optimizer are those of minidist. steps: of the whole run.
+    """
     config = Config()
     model = Transformer(config.model)
     init_parameters(model, _SEED)

@@ -36,13 +36,13 @@ def time_saves(world: World, rounds: int, state_bytes: int, folder: str) -> list
     group = bind(world, Mesh(dp=world.size), [GroupSpec("ranks", ("dp",))], meter=Meter(keep=False))["ranks"]
     root = Path(folder)
     with contextlib.closing(CheckpointSaver(root, bind_all_gather_object(group), world.rank)) as saver:
-        run = _contenders(world, state, root, saver)
+        run = _make_contenders(world, state, root, saver)
         timings = []
         for round_number in range(rounds + 1):  # the first warms up
             one_round = {}
             for name in _rotate(CONTENDERS, round_number):
                 all_reduce(torch.zeros(1), group)
-                one_round[name] = _time(run[name], saver.host_copy_bytes if name == BACKGROUND else 0)
+                one_round[name] = _time_save(run[name], saver.host_copy_bytes if name == BACKGROUND else 0)
                 all_reduce(torch.zeros(1), group)
                 if world.rank == 0:
                     shutil.rmtree(root, ignore_errors=True)
@@ -52,7 +52,7 @@ def time_saves(world: World, rounds: int, state_bytes: int, folder: str) -> list
     return timings[1:]
 
 
-def _contenders(
+def _make_contenders(
     world: World, state: dict[str, Tensor], root: Path, saver: CheckpointSaver
 ) -> dict[str, Callable[[], Callable[[], object] | None]]:
     """Return the contenders by name: each starts a save and returns what waits for its end, or None if it is done."""
@@ -82,7 +82,7 @@ def _contenders(
     return dict(zip(CONTENDERS, (copy, background, foreground, dcp_async, dcp_save), strict=True))
 
 
-def _time(start: Callable[[], Callable[[], object] | None], kept_bytes: int) -> Timing:
+def _time_save(start: Callable[[], Callable[[], object] | None], kept_bytes: int) -> Timing:
     """Time one save. kept_bytes: memory that the contender allocated in an earlier save and still uses."""
     with PeakResidentMemory() as memory:
         before = memory.bytes

@@ -137,4 +137,4 @@ BASELINES: dict[str, Baseline] = {
 
 def available_baselines(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
     """Return the names of the baselines that can run here, and one line for each that cannot."""
-    return baselines.available({name: spec.package for name, spec in BASELINES.items()}, ranks, global_batch)
+    return baselines.find_available({name: spec.package for name, spec in BASELINES.items()}, ranks, global_batch)

@@ -229,12 +229,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    """Parse the words of a command line and run its command; return the exit code."""
     leading = []  # options before the command
     while words and words[0].partition("=")[0] in ("--work", "--root"):
         count = 1 if "=" in words[0] else 2
         leading, words = [*leading, *words[:count]], words[count:]
     if not words or words[0] in ("-h", "--help"):
-        print(format_usage(_PROGRAM, {name: _summary(kind) for name, (kind, _) in COMMANDS.items()}))
+        print(format_usage(_PROGRAM, {name: _command_summary(kind) for name, (kind, _) in COMMANDS.items()}))
         return 0 if words else 2
     if words[0] not in COMMANDS:
         guess = suggest(words[0], COMMANDS)
@@ -249,7 +250,8 @@ def _run(words: list[str]) -> int:
     return command(options, catalogue, work, rest) if passes_on else command(options, catalogue, work)
 
 
-def _summary(kind: type) -> str:
+def _command_summary(kind: type) -> str:
+    """Return the first sentence of a command's docstring, for the list of commands."""
     return kind.__doc__.partition(". ")[0].rstrip(".")
 
 
@@ -259,7 +261,7 @@ def _start(options: _Options, catalogue: Catalogue, work: Work) -> int:
     if exercise is not None:
         print(
             f"next: {_PROGRAM} lab opens the course in JupyterLab. Without JupyterLab, edit\n"
-            f"{_short(work.file(exercise))} and check it: {_PROGRAM} check {exercise.name}"
+            f"{_relative_to_cwd(work.file(exercise))} and check it: {_PROGRAM} check {exercise.name}"
         )
     return 0
 
@@ -273,14 +275,14 @@ def _update(options: _Options, catalogue: Catalogue, work: Work) -> int:
         if some := [format_count(number, noun) for number, noun in numbers if number]:
             changes.append(f"{' and '.join(some)} {action}")
     if changes or not done["kept"]:
-        print(f"{_short(work.folder)}: {', '.join(changes) or 'up to date'}")
+        print(f"{_relative_to_cwd(work.folder)}: {', '.join(changes) or 'up to date'}")
     for file in done["kept"]:
-        print(f"kept {_short(file)}: you have edited it; the course has a newer version")
+        print(f"kept {_relative_to_cwd(file)}: you have edited it; the course has a newer version")
     return 0
 
 
-def _short(path: Path) -> Path:
-    """The path relative to the current folder, if it lies below."""
+def _relative_to_cwd(path: Path) -> Path:
+    """Return the path relative to the current folder if it lies below, else unchanged."""
     path = path.absolute()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -383,7 +385,7 @@ def _grade(options: GradeOptions, catalogue: Catalogue, work: Work) -> int:
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is not possible; give at least 1")
     if options.report is not None:
-        class_report.check_name(options.report)
+        class_report.check_report_name(options.report)
     submissions = read_submissions(options.folder, catalogue)
     records = grade.Records(options.folder.resolve().with_name(f"{options.folder.resolve().name}.grades.jsonl"))
     grader = grade.Grader(catalogue, records, options.sandbox, options.jobs or usable_cores() + 1)

@@ -50,10 +50,12 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
+        """Whether the answer must pass the tests."""
         return self.name.startswith("right_")
 
     @property
     def is_generated(self) -> bool:
+        """Whether the answers file has only its name and note, so that its code is generated."""
         return not self.edits and not self.text
 
 
@@ -71,10 +73,12 @@ class Answers:
 
     @property
     def right(self) -> list[Answer]:
+        """The answers that must pass the tests."""
         return [answer for answer in self.by_name.values() if answer.is_right]
 
     @property
     def wrong(self) -> list[Answer]:
+        """The answers that must fail a test."""
         return [answer for answer in self.by_name.values() if not answer.is_right]
 
     def __getitem__(self, name: str) -> Answer:
@@ -98,8 +102,8 @@ def read_answers(exercise: Exercise, file: Path | None = None) -> Answers:
     answers = {}
     for group in ("right", "wrong"):
         for name, table in sorted(tables.get(group, {}).items()):
-            answers[f"{group}_{name}"] = _answer(file, group, name, table)
-    return Answers(file, answers, _equivalents(file, tables.get("equivalent", [])))
+            answers[f"{group}_{name}"] = _parse_answer(file, group, name, table)
+    return Answers(file, answers, _parse_equivalents(file, tables.get("equivalent", [])))
 
 
 def apply_edits(text: str, edits: tuple[Edit, ...], where: str) -> str:
@@ -126,7 +130,8 @@ def answer_text(answer: Answer, body: str) -> str:
     return f'"""{note}"""{gap}{code}\n'
 
 
-def _answer(file: Path, group: str, name: str, table: object) -> Answer:
+def _parse_answer(file: Path, group: str, name: str, table: object) -> Answer:
+    """Return the answer in the table `[group.name]`. Raises UserError for an invalid table."""
     where = f"{file}: [{group}.{name}]"
     if not isinstance(table, dict) or (unknown := table.keys() - _KEYS[group]):
         problem = f"has unknown keys {sorted(unknown)}" if isinstance(table, dict) else "is not a table"
@@ -148,7 +153,8 @@ def _answer(file: Path, group: str, name: str, table: object) -> Answer:
     return Answer(f"{group}_{name}", **values, edits=tuple(Edit(**edit) for edit in edits))
 
 
-def _equivalents(file: Path, entries: object) -> dict[tuple[str, str], str]:
+def _parse_equivalents(file: Path, entries: object) -> dict[tuple[str, str], str]:
+    """Return the reasons in the tables `[[equivalent]]`, by (was, becomes). Raises UserError."""
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict)
         and entry.keys() == _EQUIVALENT_KEYS

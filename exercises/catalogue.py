@@ -45,7 +45,7 @@ class Change:
 
 @dataclass(frozen=True)
 class TestCase:
-    """A function of the test file. points: its worth. ranks: the world sizes it runs on. says: its description."""
+    """A function of the test file. points: its worth. ranks: the world sizes it runs on. description: its docstring."""
 
     id: str
     points: int
@@ -95,6 +95,7 @@ class Exercise:
 
     @property
     def chapter(self) -> str:
+        """The name of the chapter's folder, such as "ch03_communication"."""
         return self.folder.name
 
     @property
@@ -104,14 +105,17 @@ class Exercise:
 
     @property
     def stub(self) -> Path:
+        """The file from which the learner starts."""
         return self.folder / f"{self.name}.py"
 
     @property
     def test_file(self) -> Path:
+        """The file with the tests of the exercise."""
         return self.folder / f"test_{self.name}.py"
 
     @property
     def solution(self) -> Path:
+        """The file with the solution."""
         return self.root / "solutions" / self.chapter / f"{self.name}.py"
 
     @property
@@ -132,6 +136,7 @@ class Exercise:
 
     @property
     def module(self) -> str:
+        """The module that defines the piece; "" without a piece."""
         return self.piece.split(":")[0]
 
     @property
@@ -153,7 +158,9 @@ class Exercise:
 
     def tests(self) -> list[TestCase]:
         """List the tests in file order. Raises UserError if their points do not add up to those of the exercise."""
-        found = [case for node in parse_python(self.test_file.read_text()).body if (case := _test_case(node, self))]
+        found = [
+            case for node in parse_python(self.test_file.read_text()).body if (case := _parse_test_case(node, self))
+        ]
         if sum(case.points for case in found) != self.points:
             total = sum(case.points for case in found)
             raise UserError(f"{self.test_file} gives {total} points in all, exercise.toml says {self.points}")
@@ -172,7 +179,7 @@ class Catalogue(Mapping[str, Exercise]):
         self.root = root
         self._exercises: dict[str, Exercise] = {}
         for file in sorted((root / "exercises").glob("ch*/exercise.toml")):
-            for exercise in _read(file):
+            for exercise in _read_exercises(file):
                 if exercise.name in self._exercises:
                     raise UserError(f"{file} has an exercise {exercise.name}, and another chapter has one as well")
                 self._exercises[exercise.name] = exercise
@@ -189,15 +196,17 @@ class Catalogue(Mapping[str, Exercise]):
         return len(self._exercises)
 
 
-def _read(file: Path) -> list[Exercise]:
+def _read_exercises(file: Path) -> list[Exercise]:
+    """Return the exercises in an exercise.toml. Raises UserError for an invalid file."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file} is not TOML: {error}") from None
-    return [_exercise(name, table, file) for name, table in tables.items()]
+    return [_make_exercise(name, table, file) for name, table in tables.items()]
 
 
-def _exercise(name: str, table: object, file: Path) -> Exercise:
+def _make_exercise(name: str, table: object, file: Path) -> Exercise:
+    """Return the exercise in the table `[name]` of `file`. Raises UserError for an invalid table."""
     where = f"{file}: [{name}]"
     if not isinstance(table, dict):
         raise UserError(f"{where} is no table")
@@ -210,22 +219,26 @@ def _exercise(name: str, table: object, file: Path) -> Exercise:
         problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
         raise UserError(f"{where} has {' and '.join(problems)}; the keys of a {kind} are {', '.join(sorted(allowed))}")
     types = {f.name: f.type for f in fields(Exercise)}
-    values = {key: _value(value, types[key], f"{where} {key}") for key, value in table.items() if key != "blank"}
+    values = {
+        key: _convert_value(value, types[key], f"{where} {key}") for key, value in table.items() if key != "blank"
+    }
     if "blank" in table:
-        blank = _tables(table["blank"], ("first", "last", "say"), f"{where} blank")
-        values["changes"] = tuple(Change(b["first"], b["last"], _unwritten(b["say"])) for b in blank)
+        blank = _check_tables(table["blank"], ("first", "last", "say"), f"{where} blank")
+        values["changes"] = tuple(Change(b["first"], b["last"], _make_raise_statement(b["say"])) for b in blank)
     exercise = Exercise(name=name, folder=file.parent, **values)
-    _check(exercise, where)
+    _check_exercise(exercise, where)
     return exercise
 
 
-def _unwritten(say: str) -> str:
+def _make_raise_statement(say: str) -> str:
+    """Return the statement that stands for blank lines in a stub. say: its message."""
     return f'raise NotImplementedError("{say}")'
 
 
-def _value(value: object, kind: object, where: str) -> object:
+def _convert_value(value: object, kind: object, where: str) -> object:
+    """Return a TOML value as a value of type `kind`. Raises UserError. where: names the key in the message."""
     if kind == tuple[Change, ...]:
-        return tuple(Change(**change) for change in _tables(value, ("first", "last", "put"), where))
+        return tuple(Change(**change) for change in _check_tables(value, ("first", "last", "put"), where))
     if kind == tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise UserError(f"{where} must be a list of texts")
@@ -235,13 +248,15 @@ def _value(value: object, kind: object, where: str) -> object:
     return value
 
 
-def _tables(value: object, keys: tuple[str, ...], where: str) -> list[dict[str, str]]:
+def _check_tables(value: object, keys: tuple[str, ...], where: str) -> list[dict[str, str]]:
+    """Return `value` if it is a list of tables with exactly these keys. Raises UserError if not."""
     if not isinstance(value, list) or not all(isinstance(table, dict) and {*keys} == {*table} for table in value):
         raise UserError(f"{where} must be a list of tables with the keys {', '.join(keys)}")
     return value
 
 
-def _check(exercise: Exercise, where: str) -> None:
+def _check_exercise(exercise: Exercise, where: str) -> None:
+    """Raise UserError for values out of range and for missing files."""
     if not 1 <= exercise.difficulty <= 5 or exercise.minutes < 1 or exercise.points < 1:
         raise UserError(f"{where} difficulty must be 1 to 5, minutes and points at least 1")
     if len(exercise.hints) < _MIN_HINTS or not all(hint.strip() for hint in exercise.hints):
@@ -261,8 +276,8 @@ def _check(exercise: Exercise, where: str) -> None:
         raise UserError(f"{where} fault must be the line of the stub that is to be found")
 
 
-def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:
-    """Read a test from a function decorated with `@test(points=2, ranks=(1, 2))`; None for other statements."""
+def _parse_test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:
+    """Return the test in a function decorated with `@test(points=2, ranks=(1, 2))`; None for other statements."""
     decorators = getattr(node, "decorator_list", [])
     for call in decorators:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "test":

@@ -26,9 +26,11 @@ _NOT_BEGUN = ("unwritten", "missing", "syntax")  # findings that the catalogue's
 
 @dataclass(frozen=True)
 class Failure:
-    """Answers to an exercise that fail in the same way. notes: of the catalogue's wrong answers, the count of each.
+    """Answers to an exercise that fail in the same way.
 
-    is_exact: whether the answers' code is that of the catalogue; otherwise its answers fail the same test.
+    test: the test that they fail. says: its message. count: how many answers. notes: by note of a wrong answer of the
+    catalogue, how many answers it may explain. is_exact: whether the answers' code is that of the catalogue; otherwise
+    its answers fail the same test.
     """
 
     test: str
@@ -52,14 +54,14 @@ class ExerciseResult:
 
 def write_report(file: Path, submissions: Sequence[Submission], exercises: Sequence[Exercise], records) -> None:
     """Write the report, as HTML or Markdown by the file's name. Raises UserError for another name."""
-    check_name(file)
+    check_report_name(file)
     results = [summarize_exercise(exercise, records, submissions) for exercise in exercises]
     text = (_as_html if file.suffix == ".html" else _as_markdown)(results, totals(records))
     write_atomically(file, text.encode())
 
 
-def check_name(file: Path) -> None:
-    """Check that a report can be written to a file of this name. Raises UserError if not."""
+def check_report_name(file: Path) -> None:
+    """Raise UserError unless the file's name is that of an HTML or Markdown file."""
     if file.suffix not in (".html", ".md"):
         raise UserError(f"a report is written as .html or .md; {file.name} is neither")
 
@@ -77,11 +79,11 @@ def summarize_exercise(
         sum(record.verdict in ("missing", "unreadable") for record in mine),
         len(mine),
         sum(record.points for record in mine) / len(mine) if mine else 0.0,
-        _failures(exercise, failed, contents),
+        _group_failures(exercise, failed, contents),
     )
 
 
-def _failures(exercise: Exercise, failed: Sequence[Record], contents: Mapping[str, bytes]) -> list[Failure]:
+def _group_failures(exercise: Exercise, failed: Sequence[Record], contents: Mapping[str, bytes]) -> list[Failure]:
     """Group the failed answers by test and message, most frequent first."""
     wrong = read_answers(exercise).wrong if failed else []
     code = {normalized_code(generate_answer(exercise, answer.name)): answer for answer in wrong}
@@ -113,12 +115,13 @@ def normalized_code(text: str) -> str:
         return text
 
 
-def _hardest(results: Sequence[ExerciseResult]) -> list[ExerciseResult]:
-    """Sort by the part of the points that the class has earned, lowest first."""
+def _sort_by_points(results: Sequence[ExerciseResult]) -> list[ExerciseResult]:
+    """Sort by the fraction of the points that the class has earned, lowest first."""
     return sorted(results, key=lambda result: result.mean / result.exercise.points)
 
 
-def _row(result: ExerciseResult) -> list[str]:
+def _format_row(result: ExerciseResult) -> list[str]:
+    """Return the cells of an exercise's row in the table."""
     exercise = result.exercise
     return [
         exercise.section, exercise.name, f"{result.mean:.1f} of {exercise.points}",
@@ -129,7 +132,8 @@ def _row(result: ExerciseResult) -> list[str]:
 _COLUMNS = ("section", "exercise", "mean points", "earned", "passed", "not handed in")
 
 
-def _failure_lines(result: ExerciseResult) -> list[str]:
+def _format_failures(result: ExerciseResult) -> list[str]:
+    """Return lines about the most frequent failures of an exercise; notes are indented."""
     lines = []
     for failure in result.failures[:_SHOWN]:
         times = "1 answer" if failure.count == 1 else f"{failure.count} answers"
@@ -141,7 +145,8 @@ def _failure_lines(result: ExerciseResult) -> list[str]:
     return lines
 
 
-def _points_text(points: Mapping[str, tuple[int, int]]) -> str:
+def _format_points(points: Mapping[str, tuple[int, int]]) -> str:
+    """Return number of students, mean and median points as text. points: (earned, possible) by student."""
     earned = [got for got, _ in points.values()]
     most = max((of for _, of in points.values()), default=0)
     mean = sum(earned) / max(1, len(earned))
@@ -150,14 +155,15 @@ def _points_text(points: Mapping[str, tuple[int, int]]) -> str:
 
 
 def _as_markdown(results: Sequence[ExerciseResult], points: Mapping[str, tuple[int, int]]) -> str:
-    lines = ["# Class report", "", _points_text(points), "", "## Exercises, hardest first", ""]
+    """Return the report as Markdown. points: (earned, possible) by student."""
+    lines = ["# Class report", "", _format_points(points), "", "## Exercises, hardest first", ""]
     lines += [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
-    lines += [f"| {' | '.join(_row(result))} |" for result in _hardest(results)]
+    lines += [f"| {' | '.join(_format_row(result))} |" for result in _sort_by_points(results)]
     lines += ["", "## Common wrong answers", ""]
-    for result in _hardest(results):
+    for result in _sort_by_points(results):
         if result.failures:
             lines += [f"### {result.exercise.section} {result.exercise.name}", ""]
-            for line in _failure_lines(result):
+            for line in _format_failures(result):
                 escaped = html.escape(line.strip(), quote=False).replace("|", "\\|").replace("*", "\\*")
                 lines.append(("  * " if line.startswith(" ") else "* ") + escaped)
             lines.append("")
@@ -167,16 +173,18 @@ def _as_markdown(results: Sequence[ExerciseResult], points: Mapping[str, tuple[i
 
 
 def _as_html(results: Sequence[ExerciseResult], points: Mapping[str, tuple[int, int]]) -> str:
+    """Return the report as an HTML page. points: (earned, possible) by student."""
+
     def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = ["<tr>" + "".join(f"<th>{html.escape(text)}</th>" for text in head) + "</tr>"]
         cells += ["<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows]
         return "<table>\n" + "\n".join(cells) + "\n</table>"
 
-    hardest, parts = _hardest(results), []
+    hardest, parts = _sort_by_points(results), []
     for result in hardest:
         if result.failures:
             parts.append(f"<h3>{html.escape(result.exercise.section)} {html.escape(result.exercise.name)}</h3>\n<ul>")
-            for line in _failure_lines(result):
+            for line in _format_failures(result):
                 indent = ' style="margin-left: 2em"' if line.startswith(" ") else ""
                 parts.append(f"<li{indent}>{html.escape(line.strip())}</li>")
             parts.append("</ul>")
@@ -185,9 +193,9 @@ def _as_html(results: Sequence[ExerciseResult], points: Mapping[str, tuple[int, 
     return "\n".join(
         [
             f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Class report</title><style>{style}</style>',
-            f"<h1>Class report</h1>\n<p>{html.escape(_points_text(points))}</p>",
+            f"<h1>Class report</h1>\n<p>{html.escape(_format_points(points))}</p>",
             "<h2>Exercises, hardest first</h2>",
-            table(_COLUMNS, [_row(result) for result in hardest]),
+            table(_COLUMNS, [_format_row(result) for result in hardest]),
             "<h2>Common wrong answers</h2>",
             *parts,
             f"<h2>Students</h2>\n{students}\n</html>\n",

@@ -26,7 +26,7 @@ TEST = "holds_under_every_condition"  # the test that calls check_conditions
 
 
 def has_conditions(exercise: Exercise) -> bool:
-    """Whether one of the exercise's tests runs the answer under all conditions."""
+    """Return whether one of the exercise's tests runs the answer under all conditions."""
     return TEST in [test.id for test in exercise.tests()]
 
 
@@ -69,13 +69,14 @@ def _wrong_answers(exercise: Exercise, server: "RankServer", folder: Path) -> It
 
 
 def _passes(exercise: Exercise, text: str, server: "RankServer", folder: Path, kind: str | None = None) -> bool:
-    """Whether a program passes under all conditions, or all of one kind."""
+    """Return whether a program passes under all conditions, or under those of one kind."""
     file = folder / f"{exercise.name}.py"
     file.write_text(text)
     return check(exercise, file, server, only=[TEST], condition=kind).passed
 
 
 def _refusing_kinds(exercise: Exercise, text: str, server: "RankServer", folder: Path) -> list[str]:
+    """Return the kinds of conditions that refuse a program; the usual arguments alone if they do."""
     if not _passes(exercise, text, server, folder, USUAL):
         return [USUAL]
     return [kind for kind in KINDS if kind != USUAL and not _passes(exercise, text, server, folder, kind)]

@@ -62,7 +62,7 @@ class Tensors:
         """Return the settings of each condition, by its description."""
         found: dict[str, dict] = {}
         for dtype in () if self.like else self.dtypes[1:]:
-            found[f"{_name(dtype)} numbers that no narrower dtype represents"] = {"dtype": dtype}
+            found[f"{_format_dtype(dtype)} numbers that no narrower dtype represents"] = {"dtype": dtype}
         if self.sizes and not self.like:
             for numel in dict.fromkeys((0, 1, ranks - 1, ranks, ranks + 1, 3 * ranks + 2, _LARGE)):
                 found[f"a tensor of {numel} elements on {ranks} ranks"] = {"numel": numel}
@@ -80,7 +80,10 @@ class Tensors:
         return found
 
     def make(self, rank: int, ranks: int, settings: Mapping[str, Any], draw: int) -> Tensor:
-        """Return the tensor of one rank. draw: a number; other numbers give other elements."""
+        """Return the tensor of one rank under a condition.
+
+        settings: of the condition, as from `conditions`. draw: a number; other numbers give other elements.
+        """
         dtype, numel = settings.get("dtype", self.dtypes[0]), settings.get("numel", self.numel(ranks))
         layout = settings.get("layout", "contiguous")
         shape = (numel, self.columns) if self.columns else (numel,)
@@ -112,9 +115,11 @@ class Choices:
     values: tuple[Any, ...]
 
     def conditions(self, ranks: int) -> dict[str, dict]:
+        """Return the settings of each condition, by its description: one for each value but the first."""
         return {f"the value {show(value)}": {"value": value} for value in self.values[1:]}
 
     def make(self, rank: int, ranks: int, settings: Mapping[str, Any], draw: int) -> Any:
+        """Return the value under a condition; the first one without settings."""
         return settings.get("value", self.values[0])
 
 
@@ -129,9 +134,11 @@ class Drawn:
     draws: Mapping[str, int] = field(default_factory=dict)
 
     def conditions(self, ranks: int) -> dict[str, dict]:
+        """Return the settings of each condition, by its description: one for each of `draws`."""
         return {description: {"draw": number} for description, number in self.draws.items()}
 
     def make(self, rank: int, ranks: int, settings: Mapping[str, Any], draw: int) -> Any:
+        """Return the value of one rank under a condition."""
         return self.function(rank, ranks, settings.get("draw", 0))
 
 
@@ -285,7 +292,7 @@ def _check(
     tensors = [each for each in tree_leaves(original) if isinstance(each, Tensor)]
     if declaration.wire and tensors and (others := sent - {tensors[0].dtype, *declaration.more_dtypes}):
         what = "the dtype of the tensors that your code sends to other ranks"
-        raise Wrong("wrong", what, _name(tensors[0].dtype), _name(others.pop()), case=case)
+        raise Wrong("wrong", what, _format_dtype(tensors[0].dtype), _format_dtype(others.pop()), case=case)
     _expect_equal(result, expected, declaration.roundings, case)
     most = None if declaration.max_bytes is None else declaration.max_bytes(every_rank)
     sent_bytes = sum(record.wire_bytes for record in records)
@@ -353,6 +360,7 @@ def declare_all_reduce(
 
 
 def _expect_raises(error: type[Exception], call: Callable[[], Any], case: str) -> None:
+    """Fail unless the call raises `error`. case: describes the call in the message."""
     try:
         got = call()
     except error:
@@ -390,19 +398,24 @@ def _expect_equal(got: Any, expected: Any, roundings: int, case: str) -> None:
     found, structure = tree_flatten(got)
     wanted, expected_structure = tree_flatten(expected)
     if structure != expected_structure:
-        raise Wrong("type", "the structure of the result", _outline(expected), _outline(got), case=case)
+        raise Wrong(
+            "type", "the structure of the result", _describe_structure(expected), _describe_structure(got), case=case
+        )
     for one, other in zip(found, wanted, strict=True):
         if not isinstance(other, Tensor):
             if type(one) is not type(other) or one != other:
                 raise Wrong("wrong", "the result", show(other), show(_as_plain(one)), case=case)
             continue
         if not isinstance(one, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
-            raise Wrong("type", "the result's dtype and shape", _outline(other), _outline(one), case=case)
+            raise Wrong(
+                "type", "the result's dtype and shape", _describe_structure(other), _describe_structure(one), case=case
+            )
         check_tensor_class(one)
         _expect_close(one.detach(), other.detach(), roundings, case)
 
 
 def _expect_close(got: Tensor, expected: Tensor, roundings: int, case: str) -> None:
+    """Fail unless the tensors are equal, NaN to NaN, but for rounding; integers must be equal exactly."""
     exact = not expected.dtype.is_floating_point
     largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
     # Each operation rounds by at most half an epsilon of its result, which is no larger than the largest number here.
@@ -417,7 +430,7 @@ def _expect_close(got: Tensor, expected: Tensor, roundings: int, case: str) -> N
 
 
 def _equal_bits(one: Any, other: Any) -> bool:
-    """Whether two nestings of tensors and plain values are equal, NaN equal to NaN."""
+    """Return whether two nestings of tensors and plain values are equal, NaN equal to NaN."""
     pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
     return all(
         torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0)) and bool((a.isnan() == b.isnan()).all())
@@ -443,17 +456,18 @@ def _has_elements(value: Any) -> bool:
 
 
 def _as_plain(value: Any) -> Any:
+    """Return the value with lists in place of its tensors."""
     return tree_map_only(Tensor, Tensor.tolist, value)
 
 
-def _outline(value: Any) -> str:
+def _describe_structure(value: Any) -> str:
     """Describe a result without its numbers: dtypes and shapes of tensors."""
     if isinstance(value, Tensor):
-        return f"a {_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+        return f"a {_format_dtype(value.dtype)} tensor of shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__} of ({', '.join(map(_outline, value))})"
+        return f"{type(value).__name__} of ({', '.join(map(_describe_structure, value))})"
     return type(value).__name__ if value is not None else "None"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -54,15 +54,15 @@ def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -
     job = server.start(run_tests, size, (run.request,), **options)
     stopped = None
     try:
-        stopped = _watch(job, run, size, hang_s)
+        stopped = _watch_job(job, run, size, hang_s)
         values = job.wait().values
     except RankFailure as failure:
-        found = stopped or _stored_finding(run, size, failure.output)
+        found = stopped or _read_stored_finding(run, size, failure.output)
         # How a rank failed says more than that its peers lost it.
         told = found is not None and (found.kind != "network" or failure.kind == "raised")
         return found if told else _failure_finding(failure, run, size)
     except (RunError, UserError) as error:
-        return _stored_finding(run, size) or Finding("raised", str(error), size=size)
+        return _read_stored_finding(run, size) or Finding("raised", str(error), size=size)
     except BaseException:
         job.kill()
         raise
@@ -71,29 +71,31 @@ def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -
     )
 
 
-def _watch(job, run: Run, size: int, hang_s: float) -> Finding | None:
+def _watch_job(job, run: Run, size: int, hang_s: float) -> Finding | None:
     """Wait for the end of the job; end it, with a finding, if it prints without end or makes no more progress."""
     seen, since_s, used_s = None, time.monotonic(), [0.0] * size
     calls, printed_before = {}, {}  # by rank: the running call, and the length of the output before it
     while not job.poll(_POLL_S):
         printed = [len(job.output(rank)) for rank in range(size)]
-        notes = [_running_call(run, rank) for rank in range(size)]
+        notes = [_read_running_call(run, rank) for rank in range(size)]
         for rank, note in enumerate(notes):
             if calls.get(rank) != note:
                 calls[rank], printed_before[rank] = note, printed[rank]
         endless = [n - printed_before[rank] > _CALL_OUTPUT_BYTES or n > _OUTPUT_BYTES for rank, n in enumerate(printed)]
         talks = endless.index(True) if any(endless) else None
-        grown = [_peak_bytes(pid) // _MEMORY_STEP_BYTES for pid in job.pids]
-        now, processor_s = (notes, job.status_snapshots(), printed, grown), list(map(_processor_s, job.pids))
+        grown = [_read_peak_bytes(pid) // _MEMORY_STEP_BYTES for pid in job.pids]
+        now, processor_s = (notes, job.status_snapshots(), printed, grown), list(map(_read_processor_s, job.pids))
         if now != seen or not any(test for test, _ in notes):
             seen, since_s, used_s = now, time.monotonic(), processor_s
         busy_s = max(after - before for before, after in zip(used_s, processor_s, strict=True))
         if talks is None and busy_s < hang_s and time.monotonic() - since_s < _ASLEEP * hang_s:
             continue
-        stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _frame(stack, run)}
+        stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _find_answer_frame(stack, run)}
         job.kill()
         if talks is not None:
-            return _locate(Finding("printing", _ENDLESS_OUTPUT, rank=talks, size=size), stacks.get(talks, ""), run)
+            return _add_location(
+                Finding("printing", _ENDLESS_OUTPUT, rank=talks, size=size), stacks.get(talks, ""), run
+            )
         return _hang_finding(now[1], stacks, run)
     return None
 
@@ -106,10 +108,10 @@ def _hang_finding(statuses: Sequence, stacks: dict[int, str], run: Run) -> Findi
     rank = min(busy or stacks, default=0)
     lines = describe_ranks(dict(enumerate(statuses))) if len(statuses) > 1 else []
     what = "\n".join(["your code does not finish", *lines])
-    return _locate(Finding("hang", what, rank=rank, size=len(statuses)), stacks.get(rank, ""), run)
+    return _add_location(Finding("hang", what, rank=rank, size=len(statuses)), stacks.get(rank, ""), run)
 
 
-def _stored_finding(run: Run, size: int, output: Sequence[str] = ()) -> Finding | None:
+def _read_stored_finding(run: Run, size: int, output: Sequence[str] = ()) -> Finding | None:
     """Return the finding of the lowest rank, preferring any other kind to "network"; None if no rank stored one."""
     texts = [run.scratch.read(f"finding-{rank}") for rank in range(size)]
     findings = [_parse_finding(text, rank, size) for rank, text in enumerate(texts) if text is not None]
@@ -135,10 +137,10 @@ def _failure_finding(failure, run: Run, size: int) -> Finding:
     """Derive a finding from the failure of a job whose ranks stored none."""
     rank = failure.ranks[0] if failure.ranks else 0
     if failure.kind in ("deadlock", "mismatch"):
-        return _locate(Finding("deadlock", _JOB_END_LINES.sub("", str(failure)), rank=rank, size=size), "", run)
+        return _add_location(Finding("deadlock", _JOB_END_LINES.sub("", str(failure)), rank=rank, size=size), "", run)
     output = failure.output[rank] if rank < len(failure.output) else ""
     if "bad_alloc" in output:
-        return _locate(
+        return _add_location(
             Finding("memory", "your code needs more memory than a check allows", rank=rank, size=size),
             output,
             run,
@@ -146,33 +148,34 @@ def _failure_finding(failure, run: Run, size: int) -> Finding:
     told = next((line for line in str(failure).splitlines() if " died" in line), str(failure).splitlines()[0])
     if failure.kind == "deadline":
         what = f"your code is too slow: the tests were not done after {_DEADLINE_S:g} s"
-        return _locate(Finding("slow", what, rank=rank, size=size), failure.stacks.get(rank, ""), run)
+        return _add_location(Finding("slow", what, rank=rank, size=size), failure.stacks.get(rank, ""), run)
     how = told.partition("died")[2].lstrip(": ") or told
-    return _locate(Finding("died", f"your code ended its process: {how}", rank=rank, size=size), output, run)
+    return _add_location(Finding("died", f"your code ended its process: {how}", rank=rank, size=size), output, run)
 
 
-def _locate(finding: Finding, stack: str, run: Run) -> Finding:
+def _add_location(finding: Finding, stack: str, run: Run) -> Finding:
     """Add to the finding the learner's line from a stack, and the running test and call."""
-    frame = _frame(stack, run)
+    frame = _find_answer_frame(stack, run)
     if frame:
         finding.line = int(frame["line"])
         lines = run.answer.decode(errors="replace").splitlines()
         finding.source = lines[finding.line - 1].strip()[:100] if finding.line <= len(lines) else ""
-    finding.test, finding.call = _running_call(run, finding.rank)
+    finding.test, finding.call = _read_running_call(run, finding.rank)
     return finding
 
 
-def _frame(stack: str, run: Run) -> re.Match | None:
+def _find_answer_frame(stack: str, run: Run) -> re.Match | None:
+    """Return the innermost frame of a stack that is in the learner's file; None if there is none."""
     return next((m for m in _FRAME.finditer(stack) if m["file"] == run.request.answer), None)
 
 
-def _running_call(run: Run, rank: int) -> tuple[str, str]:
+def _read_running_call(run: Run, rank: int) -> tuple[str, str]:
     """Return the test and the call that were running on a rank."""
     test, _, call = (run.scratch.read(f"note-{rank}") or "").partition("\n")
     return test, call.strip()
 
 
-def _peak_bytes(pid: int) -> int:
+def _read_peak_bytes(pid: int) -> int:
     """Return the peak resident memory of a process in bytes; 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -181,8 +184,11 @@ def _peak_bytes(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def _processor_s(pid: int) -> float:
-    """Return the processor time that a process has used, in seconds: 0 after its end, a clock's where it is unknown."""
+def _read_processor_s(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds.
+
+    0 after its end; the time of a clock where the system does not report it.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

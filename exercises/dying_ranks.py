@@ -65,6 +65,7 @@ def run_processes(
 
 
 def _stack_file(folder: str, number: int) -> Path:
+    """Return the file to which process `number` writes its stack."""
     return Path(folder, f"stack-{number}")
 
 

@@ -16,17 +16,28 @@ class ExerciseDisplay:
         self._exercise, self._work = exercise, work
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), self._facts(), "", *self._task_lines(), "", f"Your file: {self._file()}"])
+        return "\n".join(
+            [
+                self._format_title(),
+                self._format_facts(),
+                "",
+                *self._task_lines(),
+                "",
+                f"Your file: {self._learner_file_name()}",
+            ]
+        )
 
     def _repr_markdown_(self) -> str:
         task = _as_markdown(self._task_lines())
-        link = f"Your file: [{self._file()}]({self._link()})"
-        return f"**{self._title()}**\n\n{self._facts()}\n\n{task}\n\n{link}"
+        link = f"Your file: [{self._learner_file_name()}]({self._learner_file_link()})"
+        return f"**{self._format_title()}**\n\n{self._format_facts()}\n\n{task}\n\n{link}"
 
-    def _title(self) -> str:
+    def _format_title(self) -> str:
+        """Return section, title and name of the exercise."""
         return f"Exercise {self._exercise.section}: {self._exercise.title} ({self._exercise.name})"
 
-    def _facts(self) -> str:
+    def _format_facts(self) -> str:
+        """Return difficulty, minutes, points, hints left and whether it is passed, as text."""
         exercise, work = self._exercise, self._work
         left = hints_left(exercise, work) if work else len(exercise.hints)
         facts = ["optional"] * exercise.optional + [
@@ -43,11 +54,12 @@ class ExerciseDisplay:
         end = next((i for i, line in enumerate(lines) if line.startswith("Check it with")), len(lines))
         return "\n".join(lines[1:end]).strip().splitlines()
 
-    def _file(self) -> str:
+    def _learner_file_name(self) -> str:
+        """Return the path of the learner's file below the course, as shown."""
         return f"work/exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
 
-    def _link(self) -> str:
-        """The path relative to the notebook's folder, as a JupyterLab link."""
+    def _learner_file_link(self) -> str:
+        """Return the path of the learner's file relative to the notebook's folder, as a JupyterLab link."""
         if self._work is None:
             return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
         return os.path.relpath(self._work.file(self._exercise), Path.cwd())

@@ -85,6 +85,7 @@ def generate_constant_results(exercise: Exercise, solution: str, name: str) -> s
 
 
 def _is_class(piece: str) -> bool:
+    """Return whether a piece, `module:symbol`, is a class."""
     module, _, name = piece.partition(":")
     nodes = {node.name: node for node in ast.parse(module_file(module).read_text()).body if hasattr(node, "name")}
     return isinstance(nodes[name], ast.ClassDef)

@@ -77,20 +77,22 @@ class Records:
         with contextlib.suppress(FileNotFoundError):
             for line in file.read_text().splitlines():
                 with contextlib.suppress(ValueError, TypeError):  # a line that a killed run has not completed
-                    self._keep(Record(**json.loads(line)))
+                    self._remember(Record(**json.loads(line)))
 
-    def _keep(self, record: Record) -> None:
+    def _remember(self, record: Record) -> None:
+        """Store a record by student and exercise; a later one replaces it."""
         self._by_check[record.student, record.exercise] = record
 
     def add(self, record: Record) -> None:
         """Append a record to the file."""
-        self._keep(record)
+        self._remember(record)
         with self.file.open("a") as file:
-            if file.tell() and not self._ends_line():
+            if file.tell() and not self._ends_with_newline():
                 file.write("\n")
             file.write(json.dumps(asdict(record)) + "\n")
 
-    def _ends_line(self) -> bool:
+    def _ends_with_newline(self) -> bool:
+        """Return whether the file ends with a complete line."""
         with self.file.open("rb") as file:
             file.seek(-1, io.SEEK_END)
             return file.read(1) == b"\n"
@@ -109,6 +111,8 @@ class Records:
 
 @dataclass(frozen=True)
 class _Task:
+    """One check to do. content: of the answer's file."""
+
     student: str
     exercise: str
     content: bytes
@@ -144,7 +148,7 @@ class Grader:
                 known = self._records.find(submission.student, exercise.name, sha256, self.course)
                 if content is None:
                     problem = submission.problems.get(exercise.name)
-                    record = self._record(
+                    record = self._make_record(
                         submission.student, exercise, "unreadable" if problem else "missing", message=problem or ""
                     )
                     if known is None or (known.verdict, known.message) != (record.verdict, record.message):
@@ -158,14 +162,15 @@ class Grader:
                 queues.append(tasks)
         workers = [_Worker(self.kind, self._catalogue.root) for _ in range(min(self._jobs, len(queues)))]
         try:
-            self._serve(workers, queues, on_record)
+            self._run_tasks(workers, queues, on_record)
         finally:
             for worker in workers:
                 worker.ask_to_stop()
             for worker in workers:
                 worker.stop()
 
-    def _serve(self, workers: list["_Worker"], queues: list[list[_Task]], on_record) -> None:
+    def _run_tasks(self, workers: list["_Worker"], queues: list[list[_Task]], on_record) -> None:
+        """Let the workers check the answers of `queues`, one queue per student, until all are done."""
         while True:
             for worker in workers:
                 if worker.task is None:
@@ -187,18 +192,22 @@ class Grader:
                     worker.restart()
                 else:
                     continue
-                record = self._record(task.student, exercise, sha256=digest(task.content), **found)
+                record = self._make_record(task.student, exercise, sha256=digest(task.content), **found)
                 self._records.add(record)
                 on_record(record, True)
 
-    def _record(self, student: str, exercise: Exercise, verdict: str, **values) -> Record:
+    def _make_record(self, student: str, exercise: Exercise, verdict: str, **values) -> Record:
+        """Return the record of a check that ends now. values: further fields."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         values = {"points": 0, "course": self.course, "finished": now, "sandbox": self.kind, **values}
         return Record(student, exercise.name, exercise.chapter, verdict, of=exercise.points, **values)
 
 
 class _Worker:
-    """A process that checks one answer at a time. task: that it checks now. queue: further ones of the same student."""
+    """A process that checks one answer at a time.
+
+    task: the check that runs now, or None. queue: further tasks of the same student.
+    """
 
     def __init__(self, kind: str, root: Path):
         self._arguments = (kind, root)
@@ -207,6 +216,7 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
+        """Start the process."""
         kind, root = self._arguments
         self.connection, theirs = Pipe()
         # Not multiprocessing.Process: it starts a resource tracker, which outlives the grading.
@@ -282,11 +292,13 @@ def run_worker(descriptor: int, kind: str, root: str) -> None:
 
 
 def _exit_by_signal(number: int, _frame) -> None:
+    """End this process by SystemExit, once, with 128 plus the signal's number."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _start_server(kind: str, root: Path) -> RankServer:
+    """Start a rank server, in a sandbox unless `kind` is "none", with the modules of all tests."""
     preload = (*PRELOAD, *modules_of_tests(Catalogue(root)))
     return RankServer(preload=preload) if kind == "none" else SandboxedRankServer(kind, preload, root)
 
@@ -320,14 +332,14 @@ def _check(exercise: Exercise, content: bytes, server: RankServer, measured: dic
     found = {"verdict": "passed" if verdict.passed else "failed", "points": verdict.points}
     if verdict.reported is not None:
         finding = verdict.reported.finding
-        found |= {"test": verdict.reported.id, "kind": _printable(str(finding.kind))}
-        found["message"] = _printable("\n".join(format_finding(finding, MAX_LINES)))
+        found |= {"test": verdict.reported.id, "kind": _strip_control_characters(str(finding.kind))}
+        found["message"] = _strip_control_characters("\n".join(format_finding(finding, MAX_LINES)))
     tests = as_json(verdict)["tests"]
     return found | {"tests": tuple({key: test[key] for key in ("id", "points", "of", "kind")} for test in tests)}
 
 
-def _printable(text: str) -> str:
-    """Remove the control characters with which a message could change a terminal."""
+def _strip_control_characters(text: str) -> str:
+    """Return the text without the control characters with which it could change a terminal."""
     return text.translate(_UNPRINTABLE)[:4000]
 
 

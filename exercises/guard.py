@@ -69,7 +69,7 @@ class Guard:
         for name, why in _UNSEEN.items():
             self._guard_name(name, why)
         self._secret = tuple(os.path.realpath(path) for path in secret)
-        sys.addaudithook(self._audit)
+        sys.addaudithook(self._on_audit_event)
 
     def stop(self) -> None:
         """Stop guarding: the grader takes over."""
@@ -83,13 +83,18 @@ class Guard:
         return frame.f_lineno if frame is not None and frame.f_code.co_filename == self.answer else None
 
     def _tried(self, what: str, why: str) -> None:
+        """Record the action and raise ForbiddenAction if the learner's file is on the call stack.
+
+        what: the action. why: the advice in the message.
+        """
         line = None if self._off else self.line()
         if line is not None:
             self.caught = self.caught or (f"line {line} {what}: {why}", line)
             raise ForbiddenAction(what)
 
     def _guard_name(self, name: str, why: str) -> None:
-        owner, attribute = _owner(name)
+        """Replace a function, `module.name`, by one that is forbidden to the learner's file. why: the message."""
+        owner, attribute = _find_owner(name)
         original = getattr(owner, attribute)
 
         @functools.wraps(original, updated=())
@@ -120,25 +125,26 @@ class Guard:
         vars(sys.modules[module])["__audit__"] = sys.audit
         SymbolReplacements().replace_symbol(piece, source)
 
-    def _call_piece(self, piece: str, args: tuple, kwargs: dict, result: list) -> None:
+    def _call_original_piece(self, piece: str, args: tuple, kwargs: dict, result: list) -> None:
         """Call the original of a piece for the package or the test; its only reference is in this guard."""
         name = piece.replace(":", ".")
         self._tried(f"calls {name}", "this is the code that you write here")
         # The grader needs no class: only an answer that inherits from it would use it.
-        if piece not in self._originals or not self._ours(sys._getframe(3).f_code):
+        if piece not in self._originals or not self._is_trusted(sys._getframe(3).f_code):
             self.caught = self.caught or (f"your code uses {name}: this is the code that you write here", None)
             raise ForbiddenAction(name)
         result.append(self._originals[piece](*args, **kwargs))
 
-    def _ours(self, code: CodeType) -> bool:
-        """Whether code belongs to the package or the test."""
+    def _is_trusted(self, code: CodeType) -> bool:
+        """Return whether code belongs to the package or the test."""
         return code.co_filename == self._test_file or code.co_filename.startswith(_PACKAGE)
 
-    def _audit(self, event: str, args: tuple) -> None:
+    def _on_audit_event(self, event: str, args: tuple) -> None:
+        """Check an audit event of Python: calls of pieces, changed attributes, opened files, processes, internals."""
         if event == _PIECE_CALLED:
-            return self._call_piece(*args)
+            return self._call_original_piece(*args)
         if event in _SETS_ATTRIBUTE and not self._off:
-            self._sets_attribute(args[0], args[1])
+            self._check_attribute_change(args[0], args[1])
         if event in _INTERNALS and not self._off and not self._is_auditing:
             self._is_auditing = True  # to look at a frame is an event of its own
             try:
@@ -155,28 +161,32 @@ class Guard:
         elif event in _PROCESSES:
             self._tried(f"starts or ends a process ({event})", "an answer must not start or end processes")
         elif not isinstance(args[0], int):
-            self._opens(os.fsdecode(args[0]), args[2])
+            self._check_open(os.fsdecode(args[0]), args[2])
 
-    def _sets_attribute(self, target: Any, attribute: str) -> None:
+    def _check_attribute_change(self, target: Any, attribute: str) -> None:
         """Refuse another body for a function that the tests use, in any thread: the grader sets none during a test."""
         changed = self._changed_function(target, attribute)
         if changed is not None:
             self.caught = self.caught or (changed, self.line())
             raise ForbiddenAction(changed)
 
-    def _opens(self, path: str, flags: int) -> None:
+    def _check_open(self, path: str, flags: int) -> None:
+        """Refuse to open a file for writing, a secret file, or a folder. flags: of `os.open`."""
         real = os.path.realpath(path)
         if flags & _WRITES:
             if real != os.devnull:
                 self._tried(f"opens {path} for writing", _NO_FILES)
         elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
-            if not self._reads_source_lines():
+            if not self._is_reading_source_lines():
                 self._tried(f"reads {Path(path).name}", "write the answer yourself")
         elif os.path.isdir(real):  # would allow relative names
             self._tried(f"opens the folder {path}", "an answer must not open folders")
 
-    def _reads_source_lines(self) -> bool:
-        """Whether a library reads source lines to show a call stack, as logging, warnings and torch.manual_seed do."""
+    def _is_reading_source_lines(self) -> bool:
+        """Return whether a library reads source lines to show a call stack.
+
+        logging, warnings and torch.manual_seed do.
+        """
         frame, file = sys._getframe(1), ""
         while frame is not None and frame.f_code.co_filename != self.answer:
             caller_of, file = file, frame.f_code.co_filename
@@ -186,8 +196,8 @@ class Guard:
         return False
 
 
-def _owner(name: str) -> tuple[Any, str]:
-    """Split a dotted name into its owner (module or class) and its last part."""
+def _find_owner(name: str) -> tuple[Any, str]:
+    """Return the owner (module or class) of a dotted name, and the name's last part."""
     *path, attribute = name.split(".")
     for end in range(len(path), 0, -1):
         try:

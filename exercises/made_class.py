@@ -52,6 +52,7 @@ def _choose_answer(exercise: Exercise, chosen: random.Random) -> str | None:
 
 
 def _write_folder(folder: Path, student: str, files: dict[str, str]) -> Path:
+    """Write the files of a student, by name, to a folder; return the folder."""
     for name, text in files.items():
         file = folder / student / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +61,7 @@ def _write_folder(folder: Path, student: str, files: dict[str, str]) -> Path:
 
 
 def _write_zip(folder: Path, student: str, files: dict[str, str]) -> Path:
+    """Write the files of a student, by name, to a zip file; return the zip file."""
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{student}.zip"
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:

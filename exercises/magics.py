@@ -45,7 +45,7 @@ class ExerciseMagics(Magics):
             work = _learner_folder(needed=False)
             display(ExerciseDisplay(exercise, work))
             if work is not None and is_interactive(self.shell) and not self._has_cell(exercise):
-                self._offer(exercise, work)
+                self._add_answer_cell(exercise, work)
             return
         if not cell.strip():
             raise UsageError(f"the cell is empty; %exercise {exercise.name} adds one with your file in it")
@@ -76,6 +76,7 @@ class ExerciseMagics(Magics):
         print(reveal_hint(self._find_exercise(line, "%hint"), _learner_folder()))
 
     def _find_exercise(self, line: str, magic: str, *flags: str) -> Exercise:
+        """Return the exercise named in a magic's line. Raises UsageError. flags: options that the line may have."""
         words = [word for word in shlex.split(line) if word not in flags]
         if len(words) != 1:
             names = ", ".join(self._catalogue)
@@ -83,17 +84,19 @@ class ExerciseMagics(Magics):
         return _as_usage_error(lambda: self._catalogue[words[0]])
 
     def _grade(self, exercise: Exercise, work: Work) -> bool:
+        """Grade the learner's file and print the report; return whether it passed."""
         verdict, text = _as_usage_error(lambda: grade_attempt(exercise, work, self._ranks.server))
         print(text)
         return verdict.passed
 
-    def _offer(self, exercise: Exercise, work: Work) -> None:
+    def _add_answer_cell(self, exercise: Exercise, work: Work) -> None:
+        """Add a cell with the learner's file below the current cell."""
         text = work.open_in_cell(exercise).removeprefix("\n").rstrip("\n")
         self._offered.add(exercise.name)
         self.shell.set_next_input(f"%%exercise {exercise.name}\n{text}", replace=False)
 
     def _has_cell(self, exercise: Exercise) -> bool:
-        """Whether the notebook has this exercise's cell: added in this session, or in the saved file."""
+        """Return whether the notebook has this exercise's cell: added in this session, or in the saved file."""
         if exercise.name in self._offered:
             return True
         try:

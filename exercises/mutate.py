@@ -56,6 +56,7 @@ class MutationRun:
 
     @property
     def green(self) -> bool:
+        """Whether there is no problem and every exercise kills enough of its mutants."""
         rates = [counts.rate for counts in self.exercises.values()]
         return bool(rates) and not self.problems and min(rates) >= MIN_KILLED
 
@@ -66,22 +67,24 @@ class MutationRun:
         left = dict(known)
         for mutant in solution_mutants(exercise):
             entry = (mutant.was, mutant.becomes)
-            caught = self._caught(exercise, mutant, HANG_S if entry in known else _HANG_S)
+            caught = self._first_failed_test(exercise, mutant, HANG_S if entry in known else _HANG_S)
             left.pop(entry, None)
             outcome = "killed" if caught else "equivalent" if entry in known else "survived"
             for each in (counts, self.kinds.setdefault(mutant.kind, MutantCounts())):
                 each.outcomes[outcome] += 1
             if caught and entry in known:
-                self._problem(exercise, f"is not equivalent, {caught} fails: {_format_change(mutant)}")
+                self._add_problem(exercise, f"is not equivalent, {caught} fails: {_format_change(mutant)}")
             elif outcome == "survived":
-                self._problem(exercise, f"line {mutant.line} of the solution, {mutant.kind}: {_format_change(mutant)}")
+                self._add_problem(
+                    exercise, f"line {mutant.line} of the solution, {mutant.kind}: {_format_change(mutant)}"
+                )
         for was, becomes in left:
-            self._problem(
+            self._add_problem(
                 exercise,
                 f"{exercise.answers.name} lists no mutant as equivalent: {was}  ->  {becomes}",
             )
         if not counts.outcomes:
-            self._problem(exercise, "there is no mutant")
+            self._add_problem(exercise, "there is no mutant")
         counts.time_s = time.perf_counter() - start_s
         self.exercises[exercise.name] = counts
         return counts
@@ -92,7 +95,7 @@ class MutationRun:
         kinds = [f"{kind:<28}{counts}" for kind, counts in sorted(self.kinds.items())]
         return ["", *kinds, "", f"{'all':<28}{total}", *self.problems]
 
-    def _caught(self, exercise: Exercise, mutant: Mutant, hang_s: float) -> str:
+    def _first_failed_test(self, exercise: Exercise, mutant: Mutant, hang_s: float) -> str:
         """Return the name of the test that the mutant fails; "" if it passes all."""
         with tempfile.TemporaryDirectory(prefix="minidist-mutant-") as folder:
             file = Path(folder, f"{exercise.name}.py")
@@ -101,7 +104,8 @@ class MutationRun:
         failed = [result for result in verdict.results if result.finding and result.finding.kind != "skipped"]
         return failed[0].id if failed else ""
 
-    def _problem(self, exercise: Exercise, text: str) -> None:
+    def _add_problem(self, exercise: Exercise, text: str) -> None:
+        """Record a problem of an exercise."""
         self.problems.append(f"{exercise.name}: {text}")
 
 
@@ -129,4 +133,5 @@ def _with_blanks(exercises: Iterable[Exercise]) -> list[Exercise]:
 
 
 def _format_change(mutant: Mutant) -> str:
+    """Return the changed lines before and after as one line."""
     return f"{mutant.was}  ->  {mutant.becomes}"

@@ -37,7 +37,7 @@ _NUMBERS = ("range", "arange", "divmod")  # their arguments are counts
 Change = tuple[str, ast.AST, ast.AST | str]
 
 
-def _with(node: ast.AST, **fields) -> ast.AST:
+def _copy_with(node: ast.AST, **fields) -> ast.AST:
     """Copy a node with some fields replaced."""
     node = copy.copy(node)
     for name, value in fields.items():
@@ -48,13 +48,13 @@ def _with(node: ast.AST, **fields) -> ast.AST:
 def mutations_of(node: ast.AST) -> Iterator[Change]:
     """Yield the mutations of this node alone as (kind, replaced node, replacement)."""
     if isinstance(node, ast.stmt):
-        yield from _statement(node)
+        yield from _mutate_statement(node)
     for block in ("body", "orelse"):
-        yield from _neighbours(getattr(node, block, None))
-    for condition in _conditions(node):
+        yield from _swap_neighbours(getattr(node, block, None))
+    for condition in _get_conditions(node):
         if not isinstance(condition, ast.UnaryOp | ast.Compare):  # these have mutations that negate them
             yield "negate a condition", condition, ast.UnaryOp(ast.Not(), condition)
-    for kind, change in _expression(node):
+    for kind, change in _mutate_expression(node):
         yield kind, node, change
     if isinstance(node, ast.For):
         yield "skip an element", node.iter, f"list({ast.unparse(node.iter)})[1:]"
@@ -62,20 +62,21 @@ def mutations_of(node: ast.AST) -> Iterator[Change]:
         yield "other order", node.iter, f"list({ast.unparse(node.iter)})[::-1]"
 
 
-def _statement(node: ast.stmt) -> Iterator[Change]:
+def _mutate_statement(node: ast.stmt) -> Iterator[Change]:
+    """Yield the mutations of a statement as a whole."""
     if isinstance(node, ast.Continue | ast.Break):
         yield "continue and break", node, ast.Continue() if isinstance(node, ast.Break) else ast.Break()
     if isinstance(node, ast.Return) and node.value is not None:
         yield "return nothing", node, "return None"
     if isinstance(node, ast.AugAssign):
         if type(node.op) in _ARITHMETIC:
-            yield "other operator", node, _with(node, op=_ARITHMETIC[type(node.op)]())
+            yield "other operator", node, _copy_with(node, op=_ARITHMETIC[type(node.op)]())
         yield "drop an operand", node, ast.Assign([node.target], node.value, lineno=node.lineno)
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.While | ast.If):
-        yield _dropped(node), node, "pass"
+        yield _name_of_drop(node), node, "pass"
 
 
-def _neighbours(block: object) -> Iterator[Change]:
+def _swap_neighbours(block: object) -> Iterator[Change]:
     """Yield swaps of adjacent one-line statements."""
     block = block if isinstance(block, list) else []
     for one, two in zip(block, block[1:], strict=False):
@@ -85,41 +86,44 @@ def _neighbours(block: object) -> Iterator[Change]:
             yield "swap statements", place, f"{ast.unparse(two)}\n{' ' * one.col_offset}{ast.unparse(one)}"
 
 
-def _dropped(node: ast.stmt) -> str:
+def _name_of_drop(node: ast.stmt) -> str:
     """Return the kind of mutation that drops a statement."""
     value = getattr(node, "value", None)
-    called = _called(value) if isinstance(value, ast.Call) else ""
+    called = _called_name(value) if isinstance(value, ast.Call) else ""
     if called in ("wait", "barrier"):
         return f"drop a {called}"
     return "drop a message" if called in _TRAFFIC else "drop a statement"
 
 
-def _called(node: ast.Call) -> str:
+def _called_name(node: ast.Call) -> str:
+    """Return the last part of the called function's name; "" if it has none."""
     return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
 
 
-def _conditions(node: ast.AST) -> list[ast.expr]:
+def _get_conditions(node: ast.AST) -> list[ast.expr]:
+    """Return the conditions of an if, a loop, a conditional expression or a comprehension."""
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         return [node.test]
     return node.ifs if isinstance(node, ast.comprehension) else []
 
 
-def _expression(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
+def _mutate_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
+    """Yield the mutations of an expression as (kind, replacement)."""
     match node:
         case ast.BinOp(left, op, right):
             if type(op) in _ARITHMETIC:
-                yield "other operator", _with(node, op=_ARITHMETIC[type(op)]())
+                yield "other operator", _copy_with(node, op=_ARITHMETIC[type(op)]())
             yield "drop an operand", left
             if isinstance(op, ast.Add | ast.Mult):
                 yield "drop an operand", right
         case ast.Compare(_, [op], _):
             for other in _COMPARISONS[type(op)]:
-                yield "other comparison", _with(node, ops=[other()])
+                yield "other comparison", _copy_with(node, ops=[other()])
         case ast.BoolOp(op, values):
-            yield "and or or", _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+            yield "and or or", _copy_with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
             for i in range(len(values)):
                 rest = [*values[:i], *values[i + 1 :]]
-                yield "drop an operand", rest[0] if len(rest) == 1 else _with(node, values=rest)
+                yield "drop an operand", rest[0] if len(rest) == 1 else _copy_with(node, values=rest)
         case ast.UnaryOp(ast.Not(), operand):
             yield "drop a not", operand
         case ast.UnaryOp(ast.USub(), operand):
@@ -128,25 +132,27 @@ def _expression(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
             yield "always one branch", body
             yield "always one branch", orelse
         case ast.Constant():
-            yield from _constant(node)
+            yield from _mutate_constant(node)
         case ast.Call():
-            yield from _call(node)
+            yield from _mutate_call(node)
         case ast.Subscript(_, ast.Slice() as cut):
             for name in ("lower", "upper"):
                 if (end := getattr(cut, name)) is not None:
-                    yield "off by one", _with(node, slice=_with(cut, **{name: _one_more(end)}))
+                    yield "off by one", _copy_with(node, slice=_copy_with(cut, **{name: _add_one(end)}))
         case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
             if name in _COUNTERS:
-                yield "other rank or number", _one_more(node)
+                yield "other rank or number", _add_one(node)
             if name in _DTYPES and isinstance(node, ast.Attribute):
-                yield "other dtype", _with(node, attr=_DTYPES[name])
+                yield "other dtype", _copy_with(node, attr=_DTYPES[name])
 
 
-def _one_more(node: ast.expr) -> ast.BinOp:
+def _add_one(node: ast.expr) -> ast.BinOp:
+    """Return the expression plus 1."""
     return ast.BinOp(node, ast.Add(), ast.Constant(1))
 
 
-def _constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
+def _mutate_constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the mutations of a constant as (kind, replacement)."""
     if isinstance(node.value, bool):
         yield "other flag", ast.Constant(not node.value)
     elif isinstance(node.value, int | float):
@@ -156,24 +162,25 @@ def _constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
         yield "other reduction", ast.Constant({"max": "min", "min": "max", "sum": "max"}[node.value])
 
 
-def _call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    name, args = _called(node), node.args
+def _mutate_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the mutations of a call as (kind, replacement)."""
+    name, args = _called_name(node), node.args
     tables = {"min and max and their like": _NAMES, "other dtype": _DTYPES, "other direction": _DIRECTIONS}
     for kind, table in tables.items():
         if isinstance(node.func, ast.Name) and name in table:
-            yield kind, _with(node, func=ast.Name(table[name]))
+            yield kind, _copy_with(node, func=ast.Name(table[name]))
     if isinstance(node.func, ast.Attribute) and name in _NAMES:
-        yield "min and max and their like", _with(node, func=_with(node.func, attr=_NAMES[name]))
+        yield "min and max and their like", _copy_with(node, func=_copy_with(node.func, attr=_NAMES[name]))
     if isinstance(node.func, ast.Attribute) and not args and not node.keywords:
         yield "drop a call", node.func.value
     elif len(args) == 1:
         yield "drop a call", args[0]
     for i in range(len(args) - 1 if name not in ("min", "max") else 0):
-        yield "swap arguments", _with(node, args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
+        yield "swap arguments", _copy_with(node, args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
     for i in range(len(node.keywords)):
-        yield "drop an argument", _with(node, keywords=[*node.keywords[:i], *node.keywords[i + 1 :]])
+        yield "drop an argument", _copy_with(node, keywords=[*node.keywords[:i], *node.keywords[i + 1 :]])
     if len(args) > 2:
-        yield "drop an argument", _with(node, args=args[:-1])
+        yield "drop an argument", _copy_with(node, args=args[:-1])
     if name in _NUMBERS:
         for i in range(len(args)):
-            yield "off by one", _with(node, args=[*args[:i], _one_more(args[i]), *args[i + 1 :]])
+            yield "off by one", _copy_with(node, args=[*args[:i], _add_one(args[i]), *args[i + 1 :]])

@@ -64,6 +64,7 @@ class Network:
 
     @functools.cached_property
     def _subgroups(self):
+        """The groups of every other rank and of pairs of ranks. Their first use creates them, on all ranks."""
         specs = [GroupSpec("every other rank", ("dp",)), GroupSpec("pair of ranks", ("tp",))]
         return bind(self._world, Mesh(dp=self._world.size // 2, tp=2), specs)
 
@@ -73,6 +74,7 @@ class Network:
 
     @property
     def records(self) -> list:
+        """The operations of this rank since the test began."""
         return self._meter.records[self._first_record :]
 
     def event(self, label: str) -> None:
@@ -102,8 +104,8 @@ class Torchrun:
         prefer_gloo_loopback()
         self._recorded = register_recording_backend(self._meter, world.status, group_name="world")
         self._store = world.store or dist.TCPStore(_LOCALHOST, 0, 1, is_master=True, wait_for_workers=False)
-        self._torch_init, dist.init_process_group = dist.init_process_group, self._init
-        self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._destroy
+        self._torch_init, dist.init_process_group = dist.init_process_group, self._init_process_group
+        self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._destroy_process_group
         self._set_environment()
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +120,15 @@ class Torchrun:
 
     def gather(self, value: Any) -> list:
         """Gather the value of every rank, without a process group: the program may have destroyed its own."""
-        return self._exchange("gather", value)
+        return self._all_gather_json("gather", value)
 
     @property
     def records(self) -> list:
+        """The operations of this rank in the latest run."""
         return self._meter.records[self._first_record :]
 
     def _set_environment(self) -> None:
+        """Set the environment variables that torchrun would set for this rank; hide GPUs."""
         rank, size = self._world.rank, self._world.size
         machine, local_rank = divmod(rank, size // self.machines)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), GROUP_RANK=str(machine))
@@ -132,7 +136,9 @@ class Torchrun:
         os.environ.update(MASTER_ADDR=_LOCALHOST, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the store exists already
 
-    def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
+    def _init_process_group(
+        self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more
+    ):
         """Replacement of torch's init_process_group that fails for a wrong rank or world size instead of hanging."""
         world, status = self._world, self._world.status
         place = (int(os.environ["RANK"]) if rank < 0 else rank, world.size if world_size < 0 else world_size)
@@ -144,7 +150,7 @@ class Torchrun:
                 f"rank {place[0]} of {place[1]}",
             )
         self.backend = str(backend)
-        self._meet("init_process_group")
+        self._report_waiting_for_all("init_process_group")
         try:
             recorded = backend is None or "gloo" in str(backend)
             backend = self._recorded if recorded else backend
@@ -155,31 +161,32 @@ class Torchrun:
         finally:
             status.on_resume()
 
-    def _destroy(self, *args, **kwargs) -> None:
+    def _destroy_process_group(self, *args, **kwargs) -> None:
         """Wait for all ranks, then call torch's destroy_process_group.
 
         A rank that still waits for this one is reported as deadlocked; torch would break its connection.
         """
         if dist.is_initialized():
-            self._exchange("destroy_process_group")
+            self._all_gather_json("destroy_process_group")
         self._torch_end(*args, **kwargs)
 
-    def _exchange(self, name: str, value: Any = None) -> list:
-        self._meet(name)
+    def _all_gather_json(self, name: str, value: Any = None) -> list:
+        """Exchange a JSON value with all ranks through the store; return the values by rank."""
+        self._report_waiting_for_all(name)
         keys = [f"{name}/{self._meetings}/{rank}" for rank in range(self._world.size)]
         self._store.set(keys[self._world.rank], json.dumps(value))
         values = [json.loads(self._store.get(key)) for key in keys]
         self._world.status.on_resume()
         return values
 
-    def _meet(self, name: str) -> None:
+    def _report_waiting_for_all(self, name: str) -> None:
         """Report to rank status that this rank waits for all others, for the `_meetings`-th time."""
         self._meetings += 1
         status, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
-        status.on_wait(channel, status.on_launch(channel, name, (), ""), name, (), "", _caller_line())
+        status.on_wait(channel, status.on_launch(channel, name, (), ""), name, (), "", _find_caller_line())
 
 
-def _caller_line() -> str:
+def _find_caller_line() -> str:
     """Return `file:line` of the caller outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:

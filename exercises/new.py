@@ -93,8 +93,8 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
     if name in list(catalogue):
         raise UserError(f"there is an exercise {name} already, in {catalogue[name].chapter}")
     if not (folder / "exercise.toml").is_file():
-        raise UserError(f"{chapter} has no exercise.toml; chapters are {', '.join(_chapters(catalogue.root))}")
-    first, last = _body(piece)
+        raise UserError(f"{chapter} has no exercise.toml; chapters are {', '.join(_list_chapters(catalogue.root))}")
+    first, last = _find_body(piece)
     written = {
         "title": f"{UNWRITTEN}the title, a few words",
         "route": f"none: {UNWRITTEN}why no layout of the simple trainer calls the piece; without this line if one does",
@@ -134,18 +134,19 @@ def find_placeholders(exercise: Exercise) -> list[str]:
     texts |= {exercise.test_file.name: exercise.test_file.read_text()}
     left = [f"{key} is still to be written" for key, text in texts.items() if UNWRITTEN in text]
     course_map = exercise.root / "chapters" / "README.md"
-    if course_map.is_file() and not _is_on_map(exercise, course_map.read_text()):
+    if course_map.is_file() and not _is_on_course_map(exercise, course_map.read_text()):
         left.append(f"chapters/README.md does not name it in a row of chapter {exercise.chapter[2:4]}")
     return left
 
 
-def _is_on_map(exercise: Exercise, course_map: str) -> bool:
-    """Whether a row of the course map, `| idea | chapter | package | exercise | test |`, names the exercise."""
+def _is_on_course_map(exercise: Exercise, course_map: str) -> bool:
+    """Return whether a row of the course map, `| idea | chapter | package | exercise | test |`, names the exercise."""
     lines = [line.split("|") for line in course_map.splitlines() if line.count("|") == 6]
     return any(exercise.chapter[2:4] in line[2] and f"`{exercise.name}`" in line[4] for line in lines)
 
 
-def _chapters(root: Path) -> list[str]:
+def _list_chapters(root: Path) -> list[str]:
+    """Return the names of the chapters' folders that have exercises."""
     return sorted(file.parent.name for file in (root / "exercises").glob("ch*/exercise.toml"))
 
 
@@ -156,7 +157,7 @@ def _next_section(catalogue: Catalogue, chapter: str) -> str:
     return f"{int(chapter[2:4])}.{max(numbers, default=0) + 1}"
 
 
-def _body(piece: str) -> tuple[str, str]:
+def _find_body(piece: str) -> tuple[str, str]:
     """Return the first and last line that the learner writes, without indentation."""
     module, _, symbol = piece.partition(":")
     if not symbol or not module_file(module).is_file():

@@ -67,6 +67,7 @@ class DeviceMoveTracker(TorchFunctionMode):
         return result
 
     def _is_device(self, value) -> bool:
+        """Return whether the value names the tracked device."""
         return isinstance(value, str | torch.device) and str(value) == str(self.device)
 
 
@@ -111,6 +112,7 @@ class LiveTensorMemory:
         gc.unfreeze()
 
     def nbytes(self) -> int:
+        """Return the bytes of the live tensors created inside the block, each storage counted once."""
         gc.collect()
         tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         storages = [each.untyped_storage() for each in tensors if not is_backend_reference(each)]
@@ -124,10 +126,12 @@ def count_flops() -> FlopCounterMode:
 
 
 def _addbmm_flops(_, batch1, batch2, *args, **kwargs) -> int:
+    """Return the FLOPs of torch.addbmm, from the shapes of its arguments."""
     return 2 * math.prod(batch1) * batch2[-1]
 
 
 def _addr_flops(_, column, row, *args, **kwargs) -> int:
+    """Return the FLOPs of torch.addr, from the shapes of its arguments."""
     return 2 * column[0] * row[0]
 
 

@@ -45,7 +45,7 @@ class Stage:
         is_split=False,
     ):
         self.stage, self.last, self.samples, self.dtype = stage, stages - 1, samples, dtype
-        self.weight, self.shift = (nn.Parameter(each) for each in _parameters(stage, dtype))
+        self.weight, self.shift = (nn.Parameter(each) for each in _make_parameters(stage, dtype))
         self.parameters = {"weight": self.weight, "shift": self.shift}
         self.added: dict[str, Tensor] = {}
         self.number_added = 0
@@ -63,20 +63,21 @@ class Stage:
             expected = "None" if self.stage == 0 else "the output of the stage before it"
             raise Wrong("wrong", what, expected, "None" if hidden is None else show(tuple(hidden.shape)))
         self.operations.append(("F", i))
-        x = _inputs(i, self.samples[i], self.dtype) if hidden is None else hidden
+        x = _make_inputs(i, self.samples[i], self.dtype) if hidden is None else hidden
         inside = x @ self.weight
         self._saved[i] = StorageWeakRef(inside.untyped_storage())  # sin saves its input
         out = inside.sin() + self.shift
         if self._is_transposed:
             out = out.mT.contiguous().mT
         if self.stage == self.last:
-            out = (out * _factors(i, self.samples[i], self.dtype)).sum()
+            out = (out * _make_loss_factors(i, self.samples[i], self.dtype)).sum()
         self.outputs[i] = out.detach().clone()
         if out.requires_grad:
             out.register_hook(lambda _: self._begin_backward(i))
         return out
 
     def _begin_backward(self, i: int) -> None:
+        """Record that the backward of micro-batch `i` begins: B, or W if its input gradient is computed."""
         is_second = ("B", i) in self.operations or (self._is_split and self.stage == 0)
         self.operations.append(("W" if is_second else "B", i))
         self.kept[i] = sum(not reference.expired() for reference in self._saved.values())
@@ -130,29 +131,33 @@ def run_executor(answer, groups: tuple, actions: Sequence[tuple[str, int]], samp
 
 def gradients_of_one_process(stages: int, samples: Mapping[int, int]) -> list[list[Tensor | None]]:
     """Return the gradients of every stage's parameters, of all micro-batches in one process."""
-    parameters = [[each.requires_grad_() for each in _parameters(stage, torch.float64)] for stage in range(stages)]
+    parameters = [[each.requires_grad_() for each in _make_parameters(stage, torch.float64)] for stage in range(stages)]
     for i, number in samples.items():
-        x = _inputs(i, number, torch.float64)
+        x = _make_inputs(i, number, torch.float64)
         for weight, shift in parameters:
             x = (x @ weight).sin() + shift
-        (x * _factors(i, number, torch.float64)).sum().backward()
+        (x * _make_loss_factors(i, number, torch.float64)).sum().backward()
     return [[each.grad for each in pair] for pair in parameters]
 
 
-def _draw(seed: int, *shape: int) -> Tensor:
+def _random_tensor(seed: int, *shape: int) -> Tensor:
+    """Return a float64 tensor of normal numbers, equal for equal seeds."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _parameters(stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _draw(stage, WIDTH, WIDTH).to(dtype), _draw(100 + stage, WIDTH).to(dtype)
+def _make_parameters(stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weight and shift of a stage."""
+    return _random_tensor(stage, WIDTH, WIDTH).to(dtype), _random_tensor(100 + stage, WIDTH).to(dtype)
 
 
-def _inputs(i: int, samples: int, dtype: torch.dtype) -> Tensor:
-    return _draw(1000 + i, samples, TOKENS, WIDTH).to(dtype)
+def _make_inputs(i: int, samples: int, dtype: torch.dtype) -> Tensor:
+    """Return the first stage's input of micro-batch `i`."""
+    return _random_tensor(1000 + i, samples, TOKENS, WIDTH).to(dtype)
 
 
-def _factors(i: int, samples: int, dtype: torch.dtype) -> Tensor:
-    return _draw(2000 + i, samples, TOKENS, WIDTH).to(dtype)
+def _make_loss_factors(i: int, samples: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers by which the loss multiplies the outputs of micro-batch `i`."""
+    return _random_tensor(2000 + i, samples, TOKENS, WIDTH).to(dtype)
 
 
 def expect_each_operation_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches: Sequence[int]) -> None:

@@ -23,12 +23,12 @@ _MODULE = "answer"
 
 @dataclass(frozen=True)
 class Request:
-    """The tests to run. folder: of the findings, and the working directory of the learner's code.
+    """The tests to run on a rank, and what they need.
 
-    token: what a rank returns if all tests pass, which an answer cannot know. test_text: of the test file, which a rank
-    in a sandbox cannot read. program: whether the answer makes its own
-    process group. offered: further arguments of tests, by name. condition: the only kind of `exercises.conditions` to
-    check; None for all.
+    folder: of the findings, and the working directory of the learner's code. memory_bytes: how much memory the answer
+    may allocate. token: what a rank returns if all tests pass, which an answer cannot know. test_text: of the test
+    file, which a rank in a sandbox cannot read. program: whether the answer makes its own process group. offered:
+    further arguments of tests, by name. condition: the only kind of `exercises.conditions` to check; None for all.
     """
 
     answer: str
@@ -85,8 +85,8 @@ def run_tests(world, request: Request) -> str:
         if network is not None:
             network.begin()
         try:
-            with _limited(request.memory_bytes):
-                loaded = _answer(request, deferred)
+            with _limit_memory(request.memory_bytes):
+                loaded = _load_answer(request, deferred)
                 # Each call is followed by one look at what its result meets: here, or for a program, in `Answer`.
                 effects = (
                     None if request.program else SideEffects(loaded, request.symbols, network, may_seed, refuse_changes)
@@ -103,16 +103,16 @@ def run_tests(world, request: Request) -> str:
             finding = Finding("forbidden", guard.caught[0], line=guard.caught[1])
         if finding is not None:
             guard.stop()
-            _leave(finding, note, world, request)
+            _store_and_raise(finding, note, world, request)
     return request.token
 
 
-def _leave(finding: Finding, note: RunningCall, world, request: Request) -> None:
+def _store_and_raise(finding: Finding, note: RunningCall, world, request: Request) -> None:
     """Store the finding for the parent and end the job."""
     finding.test, finding.call = note.test, finding.call or note.text
     if finding.size == 1:  # else it is that of a process which the test has started
         finding.rank, finding.size = world.rank, world.size
-    finding.source = _source_line(request.answer, finding.line)
+    finding.source = _read_source_line(request.answer, finding.line)
     file = Path(f"{request.folder}/finding-{world.rank}")
     written = file.with_suffix(".part")
     written.write_text(json.dumps(asdict(finding)))
@@ -120,7 +120,8 @@ def _leave(finding: Finding, note: RunningCall, world, request: Request) -> None
     raise FindingStored(finding.kind)
 
 
-def _load(name: str, file: str) -> ModuleType:
+def _load_module(name: str, file: str) -> ModuleType:
+    """Load a Python file as module `name`; return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -129,6 +130,7 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 def _load_tests(request: Request) -> ModuleType:
+    """Run the text of the tests as a module; return the module."""
     module = sys.modules["exercise_tests"] = ModuleType("exercise_tests")
     module.__file__ = request.test_file
     # torch looks up source lines of the call stack: it finds none, and does not open the file while an answer runs.
@@ -137,7 +139,7 @@ def _load_tests(request: Request) -> ModuleType:
     return module
 
 
-def _methods(symbol: str, value: Any) -> dict[str, Any]:
+def _functions_by_name(symbol: str, value: Any) -> dict[str, Any]:
     """Return a function or the functions of a class, by name with that of the class."""
     return (
         {f"{symbol}.{name}": each for name, each in vars(value).items()} if inspect.isclass(value) else {symbol: value}
@@ -145,7 +147,7 @@ def _methods(symbol: str, value: Any) -> dict[str, Any]:
 
 
 def _is_deferred(function: Any) -> bool:
-    """Whether a call runs nothing yet: that of a generator or of an `async def`."""
+    """Return whether a call of the function runs nothing yet: it is a generator or an `async def`."""
     return inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
 
 
@@ -153,18 +155,18 @@ def _deferred_functions(pieces: Sequence[str]) -> dict[str, bool]:
     """Return whether each function of the package's pieces is a generator or coroutine, by name."""
     split = [piece.split(":") for piece in pieces]
     found = {symbol: getattr(sys.modules.get(module), symbol, None) for module, symbol in split}
-    every = [item for symbol, value in found.items() for item in _methods(symbol, value).items()]
+    every = [item for symbol, value in found.items() for item in _functions_by_name(symbol, value).items()]
     return {name: _is_deferred(function) for name, function in every if inspect.isroutine(function)}
 
 
-def _answer(request: Request, deferred: Mapping[str, bool]) -> ModuleType:
+def _load_answer(request: Request, deferred: Mapping[str, bool]) -> ModuleType:
     """Load the learner's file. deferred: as `_deferred_functions` returns it."""
-    module = _load(_MODULE, request.answer)
+    module = _load_module(_MODULE, request.answer)
     for symbol in request.symbols:
         value = getattr(module, symbol, None)
         if not (hasattr(module, symbol) if symbol.isupper() else callable(value)):
             raise Wrong("missing", f"your file must define {symbol}")
-        for name, function in _methods(symbol, value).items():
+        for name, function in _functions_by_name(symbol, value).items():
             if inspect.iscoroutinefunction(function) and not deferred.get(name, True):
                 raise Wrong("type", f"{name} must not be `async def`: a call returns a coroutine and runs nothing")
             if inspect.isgeneratorfunction(function) and not deferred.get(name, True):
@@ -173,8 +175,11 @@ def _answer(request: Request, deferred: Mapping[str, bool]) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _limited(memory_bytes: int):
-    """Limit this process to `memory_bytes` more memory than now, and disable core files."""
+def _limit_memory(memory_bytes: int):
+    """Return a context manager that limits this process to `memory_bytes` more memory than now.
+
+    It also disables core files.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = _mapped_bytes()
@@ -187,6 +192,7 @@ def _limited(memory_bytes: int):
 
 
 def _mapped_bytes() -> int | None:
+    """Return the address space of this process in bytes; None if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -197,8 +203,8 @@ def finding_of(error: BaseException, answer: str) -> Finding:
     """Return the finding that an error in a test is, in the learner's terms. answer: the learner's file."""
     if isinstance(error, ProcessFailed):
         return error.finding
-    line = _line(error, answer)
-    kind, text = type(error).__name__, _text(error)
+    line = _find_answer_line(error, answer)
+    kind, text = type(error).__name__, _format_error(error)
     if isinstance(error, Wrong):
         return Finding(error.kind, text, error.case, error.expected, error.got, line=line)
     if isinstance(error, SyntaxError) and error.filename in (answer, None):
@@ -211,15 +217,15 @@ def finding_of(error: BaseException, answer: str) -> Finding:
         return Finding("exit", "your code ends the program (sys.exit)", line=line)
     if isinstance(error, ForbiddenAction):
         return Finding("forbidden", text, line=line)
-    if _of_network(error):
-        return Finding("network", f"the connection to another rank broke: {_first(text)}", line=line)
+    if _is_network_error(error):
+        return Finding("network", f"the connection to another rank broke: {_first_line(text)}", line=line)
     if line is None:
-        what = f"the test could not use your code's result: {kind}: {_first(text)}"
+        what = f"the test could not use your code's result: {kind}: {_first_line(text)}"
         return Finding("type", what)
-    return Finding("raised", f"your code raised {kind}: {_first(text)}", line=line)
+    return Finding("raised", f"your code raised {kind}: {_first_line(text)}", line=line)
 
 
-def _text(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Return the error's message, even if the learner's exception class fails to format it."""
     try:
         return str(error).strip()
@@ -227,17 +233,19 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def _of_network(error: BaseException) -> bool:
+def _is_network_error(error: BaseException) -> bool:
+    """Return whether an error came from communication with other ranks."""
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or type(error).__name__ == "CommError" or "gloo" in _text(error)
+    return isinstance(error, dist.DistError) or type(error).__name__ == "CommError" or "gloo" in _format_error(error)
 
 
-def _first(text: str) -> str:
+def _first_line(text: str) -> str:
+    """Return the first line of a text, shortened; "no message" if it is empty."""
     return text.splitlines()[0][:160] if text else "no message"
 
 
-def _line(error: BaseException, answer: str) -> int | None:
+def _find_answer_line(error: BaseException, answer: str) -> int | None:
     """Return the innermost line of the learner's file in the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
@@ -246,6 +254,7 @@ def _line(error: BaseException, answer: str) -> int | None:
     return line
 
 
-def _source_line(file: str, line: int | None) -> str:
+def _read_source_line(file: str, line: int | None) -> str:
+    """Return a line of a file without indentation; "" if there is none."""
     text: list[Any] = Path(file).read_text(errors="replace").splitlines() if line else []
     return text[line - 1].strip()[:100] if line and line <= len(text) else ""

@@ -40,27 +40,33 @@ class RecordedDisk:
         self.root = type("RecordedPath", (_RecordedPath,), {"disk": self})(_ROOT)
 
     def write(self, name: str, data: bytes) -> None:
-        self._change("write", name, bytes(data))
+        """Write a file; its bytes may be lost in a crash until `sync`."""
+        self._record_change("write", name, bytes(data))
         self.files[name] = bytes(data)
 
     def sync(self, name: str) -> None:
-        self._change("sync", name)
+        """Make the bytes of a file, or the entries of a folder, survive a crash."""
+        self._record_change("sync", name)
 
     def mkdir(self, name: str, exist_ok: bool) -> None:
-        self._change("mkdir", name, exist_ok)
+        """Record that a folder is made."""
+        self._record_change("mkdir", name, exist_ok)
 
     def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder. Raises OSError if `new` is a folder with entries."""
         if any(name.startswith(f"{new}/") for name in self.files):
             raise OSError(f"{new} is a folder with entries")
-        self._change("rename", old, new)
-        self.files = {_moved(name, old, new): data for name, data in self.files.items()}
+        self._record_change("rename", old, new)
+        self.files = {_rename_path(name, old, new): data for name, data in self.files.items()}
 
     def remove(self, name: str) -> None:
-        if any(_is_in(file, name) for file in self.files):
-            self._change("remove", name)
-            self.files = {file: data for file, data in self.files.items() if not _is_in(file, name)}
+        """Remove a file or a folder with all its entries; do nothing if there is none."""
+        if any(_is_inside(file, name) for file in self.files):
+            self._record_change("remove", name)
+            self.files = {file: data for file, data in self.files.items() if not _is_inside(file, name)}
 
-    def _change(self, operation: str, name: str, *more) -> None:
+    def _record_change(self, operation: str, name: str, *more) -> None:
+        """Record a change; raise OSError instead if this disk fails here."""
         for failing, end in self.failing:
             if operation == failing and name.endswith(end):
                 raise OSError(f"{operation} of {name}: no space left on the disk")
@@ -74,6 +80,7 @@ class _RecordedPath(PosixPath):
 
     @property
     def name_on_disk(self) -> str:
+        """The path relative to the root of the disk."""
         return str(self).removeprefix(_ROOT).removeprefix("/")
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
@@ -96,7 +103,7 @@ class _RecordedPath(PosixPath):
     replace = rename
 
     def exists(self, **_) -> bool:
-        return not self.name_on_disk or any(_is_in(file, self.name_on_disk) for file in self.disk.files)
+        return not self.name_on_disk or any(_is_inside(file, self.name_on_disk) for file in self.disk.files)
 
     def is_dir(self, **_) -> bool:
         return self.exists() and self.name_on_disk not in self.disk.files
@@ -112,18 +119,20 @@ class _RecordedPath(PosixPath):
         return iter([self / name for name in sorted(inside)])
 
 
-def _sync(path: _RecordedPath) -> None:
+def _record_sync(path: _RecordedPath) -> None:
+    """Sync a recorded path, in place of the package's `sync`."""
     path.disk.sync(path.name_on_disk)
 
 
-def _remove_folder(folder: _RecordedPath) -> None:
+def _record_removal(folder: _RecordedPath) -> None:
+    """Remove a recorded folder, in place of the package's `remove_folder`."""
     folder.disk.remove(folder.name_on_disk)
 
 
 @contextlib.contextmanager
 def recorded_files(answer: Answer) -> Iterator[None]:
     """Let the package's `sync` and `remove_folder`, which the answer calls, act on recorded disks."""
-    names = {"sync": _sync, "remove_folder": _remove_folder}
+    names = {"sync": _record_sync, "remove_folder": _record_removal}
     known = {name: each for name, each in names.items() if name in learner_globals(answer)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(learner_globals(answer), known))
@@ -177,14 +186,14 @@ def crash_states(
             entries |= {file for file in view if file.rpartition("/")[0] == name}
             renames = renames if name else []
         elif operation == "remove":
-            removed = [(file, data) for file, data in sorted(view.items()) if _is_in(file, name)]
-            view = {file: data for file, data in view.items() if not _is_in(file, name)}
+            removed = [(file, data) for file, data in sorted(view.items()) if _is_inside(file, name)]
+            view = {file: data for file, data in view.items() if not _is_inside(file, name)}
             folders.discard(name)
         elif operation == "rename":
             renames.append((name, more[0]))
-            view = {_moved(file, name, more[0]): data for file, data in view.items()}
-            durable = {_moved(file, name, more[0]): data for file, data in durable.items()}
-            entries = {_moved(file, name, more[0]) for file in entries}
+            view = {_rename_path(file, name, more[0]): data for file, data in view.items()}
+            durable = {_rename_path(file, name, more[0]): data for file, data in durable.items()}
+            entries = {_rename_path(file, name, more[0]) for file in entries}
             folders = (folders - {name}) | {more[0]}
     lost = {
         "nothing was lost": view,
@@ -201,7 +210,7 @@ def crash_states(
         yield what, found, folders
         undone, remaining = found, set(folders)
         for old, new in reversed(renames):
-            undone = {_moved(name, new, old): data for name, data in undone.items()}
+            undone = {_rename_path(name, new, old): data for name, data in undone.items()}
             remaining.discard(new)
         if renames:
             yield f"{what}, and a rename that was not synced did not happen", undone, remaining
@@ -222,7 +231,7 @@ def describe_checkpoint(files: Mapping[str, bytes], folders: set[str], folder: s
     except ValueError:
         return f"{INDEX} is not complete"
     digest, _ = index.pop("sha256"), index.pop("format")
-    if _digest_of(index) != digest:
+    if _hash_index(index) != digest:
         return f"{INDEX} does not have its SHA-256"
     tensors = {}
     for file, entry in index["files"].items():
@@ -239,7 +248,7 @@ def describe_checkpoint(files: Mapping[str, bytes], folders: set[str], folder: s
         counts = torch.zeros(tensor["shape"])
         for number, start, stop in index["partitions"][tensor["partition"]]:
             place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-            found[place] = tensors[file_names[number]][_key(name, start, stop)]
+            found[place] = tensors[file_names[number]][_format_box_key(name, start, stop)]
             counts[place] += 1
         if not (counts == 1).all():
             return f"{name} has elements that are saved {int(counts.min())} or {int(counts.max())} times"
@@ -262,7 +271,7 @@ def checkpoint_files(folder: str, tensors: Mapping[str, torch.Tensor], boxes: Ma
         partitions.append([])
         for rank, start, stop in boxes[name]:
             place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-            contents[rank][_key(name, start, stop)] = tensor[place].clone().contiguous()
+            contents[rank][_format_box_key(name, start, stop)] = tensor[place].clone().contiguous()
             partitions[-1].append([numbers[rank], list(start), list(stop)])
     files = {f"rank-{rank:05d}.safetensors": save(content) for rank, content in contents.items()}
     body = {
@@ -273,26 +282,31 @@ def checkpoint_files(folder: str, tensors: Mapping[str, torch.Tensor], boxes: Ma
         "tensors": described,
         "partitions": partitions,
     }
-    files[INDEX] = json.dumps({"format": 2, "sha256": _digest_of(body), **body}).encode()
+    files[INDEX] = json.dumps({"format": 2, "sha256": _hash_index(body), **body}).encode()
     return {f"{folder}/{file}": data for file, data in files.items()}
 
 
-def _key(name: str, start: Sequence[int], stop: Sequence[int]) -> str:
+def _format_box_key(name: str, start: Sequence[int], stop: Sequence[int]) -> str:
+    """Return the key of a box in a file: name and index ranges, such as "weight[0:2,0:4]"."""
     return f"{name}[{','.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
 
 
 def _checksum(data: bytes) -> str:
+    """Return the checksum of a file as the package's checkpoints have it: a hash of the hashes of its blocks."""
     blocks = [data[at : at + _BLOCK] for at in range(0, len(data), _BLOCK)]
     return hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
 
 
-def _digest_of(body: Mapping) -> str:
+def _hash_index(body: Mapping) -> str:
+    """Return the digest of an index's body."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _is_in(file: str, folder: str) -> bool:
+def _is_inside(file: str, folder: str) -> bool:
+    """Return whether a path is `folder` or lies below it."""
     return file == folder or file.startswith(f"{folder}/")
 
 
-def _moved(file: str, old: str, new: str) -> str:
-    return new + file.removeprefix(old) if _is_in(file, old) else file
+def _rename_path(file: str, old: str, new: str) -> str:
+    """Return the path after the renaming of `old` to `new`."""
+    return new + file.removeprefix(old) if _is_inside(file, old) else file

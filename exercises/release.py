@@ -160,7 +160,7 @@ def write_gradescope(release: Path, file: Path, names: Iterable[str], torch_inde
 
 
 def check_zip_name(file: Path) -> None:
-    """Check that a file has the name of a zip file. Raises UserError if not."""
+    """Raise UserError unless the file's name ends in .zip."""
     if file.suffix != ".zip":
         raise UserError(f"Gradescope takes a .zip file; {file.name} is none")
 
@@ -179,11 +179,12 @@ def classroom_workflow(exercises: Sequence[Exercise], torch_index: str = "") -> 
 
 
 def _pip_option(index: str) -> str:
+    """Return pip's option for another package index, with a space behind it; "" for none."""
     return f"--extra-index-url {shlex.quote(index)} " if index else ""
 
 
 def is_student_copy(root: Path) -> bool:
-    """Return whether a course was written by `write_release`."""
+    """Return whether `write_release` has written this course."""
     return (root / "exercises" / MARKER).exists()
 
 
@@ -196,6 +197,7 @@ def _without_solution(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_toml(tables: dict[str, dict[str, Any]]) -> str:
+    """Return tables of texts, numbers and lists as TOML."""
     lines = []
     for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""]
@@ -203,6 +205,7 @@ def _as_toml(tables: dict[str, dict[str, Any]]) -> str:
 
 
 def _toml_value(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     if isinstance(value, dict):

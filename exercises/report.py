@@ -36,7 +36,7 @@ def format_verdict(verdict: Verdict, hints_left: int = 0) -> str:
     lines += [f"failed: {', '.join(result.id for result in failed)}"]
     lines += ["", f"{reported.id}: {reported.description}"]
     after = []
-    if _outdated(verdict):
+    if _is_stub_outdated(verdict):
         after += [f"Your file started from an older stub: python -m exercises reset {name} backs it up and renews it."]
     if hints_left:
         after += [f"Next hint: python -m exercises hint {name} ({hints_left} left)"]
@@ -56,11 +56,13 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _test_json(result: TestResult) -> dict[str, Any]:
+    """Return the JSON object of one test: points and message."""
     message = "\n".join(format_finding(result.finding)) if result.finding else ""
     kind = result.finding.kind if result.finding else ""
     return {"id": result.id, "points": result.points, "of": result.max_points, "kind": kind, "message": message}
 
 
-def _outdated(verdict: Verdict) -> bool:
+def _is_stub_outdated(verdict: Verdict) -> bool:
+    """Return whether the graded file started from an earlier version of the stub."""
     began = stubs.stub_version(verdict.content.decode(errors="replace"))
     return began is not None and began != stubs.stub_version(verdict.exercise.stub.read_text())

@@ -123,7 +123,7 @@ class SandboxedRankServer(RankServer):
     def left_behind(self) -> list[str]:
         """List the processes and temporary files in the sandbox that do not belong to the server: a check is over."""
         self.ensure_ready()
-        processes = [f"process {_command(pid)}" for pid in self._processes() if pid != self._server_pid]
+        processes = [f"process {_read_command_line(pid)}" for pid in self._processes() if pid != self._server_pid]
         now = [set(os.listdir(folder)) for folder in self._folders]
         names = [(self._scratch, "the folder of checks"), (self._temporary, "/tmp"), ("", "/dev/shm")]
         files = [
@@ -138,7 +138,7 @@ class SandboxedRankServer(RankServer):
         for job in list(self._jobs.values()):
             job.kill()
         self._connection.socket.close()
-        self._end()
+        self._kill_and_clean_up()
         self._start_server()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class SandboxedRankServer(RankServer):
             with contextlib.suppress(Exception):
                 job.kill()
         self._connection.socket.close()
-        self._end()
+        self._kill_and_clean_up()
         if self._uid_lock is not None:
             self._uid_lock.close()
 
@@ -183,6 +183,7 @@ class SandboxedRankServer(RankServer):
         self._receive_until(lambda: self._is_ready)
 
     def _receive_until(self, arrived) -> None:
+        """Handle messages until `arrived()` is True. Raises RunError if the sandbox does not answer."""
         end_s = time.monotonic() + _ANSWER_S
         while not arrived():
             wait_s = max(0.0, end_s - time.monotonic())
@@ -190,6 +191,7 @@ class SandboxedRankServer(RankServer):
                 raise RunError(f"the sandbox ({self.kind}) does not answer; see its output above")
 
     def _inherited_environ(self) -> Mapping[str, str]:
+        """Return the environment variables of the sandbox."""
         kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         home = {"HOME": self._temporary, "TMPDIR": self._temporary, "USER": "student", "LOGNAME": "student"}
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's store warns that it finds no host name for 127.0.0.1
@@ -197,6 +199,7 @@ class SandboxedRankServer(RankServer):
         return {**kept, **home, **quiet, **python}
 
     def _start_server(self) -> None:
+        """Start the sandbox and the rank server in it."""
         own_end, server_end = socket.socketpair()
         if self.kind == "user":
             self._private = tempfile.mkdtemp(prefix="minidist-sandbox-")
@@ -210,7 +213,7 @@ class SandboxedRankServer(RankServer):
         )
         command = [sys.executable, "-P", "-c", code]
         if not plain_user:
-            command = [*self._bubblewrap(), "--", *command]
+            command = [*self._bubblewrap_command(), "--", *command]
         self._group = _ControlGroup.create()
         self._process = subprocess.Popen(
             command,
@@ -229,7 +232,7 @@ class SandboxedRankServer(RankServer):
         inside = (*_SYSTEM, sys.base_prefix, sys.prefix)
         return [str(self._course), *(entry for entry in sys.path if any(_is_below(entry, name) for name in inside))]
 
-    def _bubblewrap(self) -> list[str]:
+    def _bubblewrap_command(self) -> list[str]:
         """Return the command that makes the namespaces."""
         args = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         args += ["--unshare-cgroup-try", "--die-with-parent", "--hostname", "localhost", "--clearenv"]
@@ -242,7 +245,7 @@ class SandboxedRankServer(RankServer):
         args += ["--proc", "/proc", "--dev", "/dev"]
         for folder in ("/tmp", "/dev/shm"):
             args += ["--perms", "1777", "--size", str(_TEMPORARY_BYTES), "--tmpfs", folder]
-        visible = self._visible()
+        visible = self._list_visible_paths()
         folders = dict.fromkeys(str(folder) for path in visible for folder in reversed(Path(path).parents))
         for folder in [
             name for name in folders if name not in ("/", "/tmp", *visible)
@@ -252,7 +255,7 @@ class SandboxedRankServer(RankServer):
             args += ["--ro-bind-try", path, path]
         return [*args, "--chdir", "/tmp"]
 
-    def _visible(self) -> list[str]:
+    def _list_visible_paths(self) -> list[str]:
         """List the files and folders of this machine that the sandbox has."""
         modules = sorted(map(str, (self._course / "exercises").glob("*.py")))
         course = [str(self._course / "minidist"), *modules]
@@ -260,6 +263,7 @@ class SandboxedRankServer(RankServer):
         return [*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *dict.fromkeys(prefixes), *course]
 
     def _receive(self) -> bool:
+        """Handle the messages that have arrived from the sandbox, which are not trusted; return False at its end."""
         messages = self._connection.receive()
         self._has_ended = messages is None
         for message, fds in messages or []:
@@ -273,15 +277,16 @@ class SandboxedRankServer(RankServer):
                 self._before = [set(os.listdir(folder)) for folder in self._folders]
             elif message["job"] in self._jobs:
                 if message["event"] == "started":
-                    message["pid"] = self._pid_here(message["pid"])
+                    message["pid"] = self._find_outer_pid(message["pid"])
                 self._jobs[message["job"]]._on_rank_event(message)
         return messages is not None
 
     # -- the processes of the sandbox, by their process ids outside ----------------------------------------------------
 
     def _find_server(self) -> int:
+        """Return the process id of the rank server, below the processes of bubblewrap."""
         pid = self._process.pid
-        while self.kind == "bubblewrap" and (children := _children(pid)):
+        while self.kind == "bubblewrap" and (children := _child_pids(pid)):
             pid = children[0]
         return pid
 
@@ -289,23 +294,24 @@ class SandboxedRankServer(RankServer):
         """List the processes in the sandbox, without those of bubblewrap itself."""
         if self.kind == "user":
             return _processes_of(self._uid)
-        outer = _children(self._process.pid)
-        found = [child for pid in outer for child in _children(pid)]
+        outer = _child_pids(self._process.pid)
+        found = [child for pid in outer for child in _child_pids(pid)]
         for pid in found:  # grows in the loop
-            found += _children(pid)
+            found += _child_pids(pid)
         return found
 
-    def _pid_here(self, inner: int) -> int:
+    def _find_outer_pid(self, inner: int) -> int:
+        """Return the process id, outside of the sandbox, of its process `inner`; 0 if there is none."""
         if self.kind == "user":
             return inner
-        return next((pid for pid in _children(self._server_pid) if _inner_pid(pid) == inner), 0)
+        return next((pid for pid in _child_pids(self._server_pid) if _inner_pid(pid) == inner), 0)
 
-    def _end(self) -> None:
+    def _kill_and_clean_up(self) -> None:
         """Kill all processes of the sandbox; wait until they have ended; remove its files."""
         with contextlib.ExitStack() as stack:
             ends = []
             if self.kind == "bubblewrap":
-                for pid in _children(self._process.pid):  # its first process: with it all others are killed
+                for pid in _child_pids(self._process.pid):  # its first process: with it all others are killed
                     with contextlib.suppress(OSError):
                         ends.append(stack.enter_context(open(os.pidfd_open(pid), "rb", closefd=True)))
             self._process.kill()
@@ -359,6 +365,8 @@ def why_not(kind: str, root: Path = ROOT) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
+    """Unpickles plain values and RankError; refuses every other class."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (RankError.__module__, RankError.__name__):
             return RankError
@@ -443,6 +451,7 @@ def _kill_user(uid: int) -> None:
 
 
 def _delete_files_of(uid: int, folder: str) -> None:
+    """Delete the files and folders in `folder` that belong to a user."""
     with contextlib.suppress(FileNotFoundError):
         for entry in list(os.scandir(folder)):
             if entry.stat(follow_symlinks=False).st_uid == uid:
@@ -464,7 +473,8 @@ def _processes_of(uid: int) -> list[int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def _child_pids(pid: int) -> list[int]:
+    """Return the process ids of the children of a process; [] after its end."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -472,6 +482,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _inner_pid(pid: int) -> int:
+    """Return the id that a process has in its innermost namespace; 0 if unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("NSpid:"):
@@ -479,7 +490,8 @@ def _inner_pid(pid: int) -> int:
     return 0
 
 
-def _command(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
+    """Return the start of a process's command line; its id if that is unknown."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:60] or str(pid)
     except OSError:
@@ -487,11 +499,12 @@ def _command(pid: int) -> str:
 
 
 def _is_below(path: str, folder: str) -> bool:
+    """Return whether a path is `folder` or lies below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _others_may_read(path: Path) -> bool:
-    """Whether users without other rights may list a folder."""
+    """Return whether users without other rights may list a folder."""
     return path.exists() and all(
         folder.stat().st_mode & needed == needed
         for folder, needed in ((path, 0o5), *((parent, 0o1) for parent in path.resolve().parents))

@@ -56,7 +56,7 @@ def main(
         (resource.RLIMIT_DATA, memory_bytes),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        _limit(kind, limit)
+        _set_limit(kind, limit)
     scratch = os.path.join(folder, SCRATCH)
     os.mkdir(scratch, 0o755)
     folders = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (scratch, folder, "/dev/shm")]
@@ -68,7 +68,8 @@ def main(
     serve_ranks(fd, "fork", preload)
 
 
-def _limit(kind: int, limit: int) -> None:
+def _set_limit(kind: int, limit: int) -> None:
+    """Lower a resource limit of this process, as far as it is permitted. kind: such as `resource.RLIMIT_NPROC`."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -77,6 +78,7 @@ def _limit(kind: int, limit: int) -> None:
 
 
 def _set_loopback_up() -> None:
+    """Turn on the loopback interface of this network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh14x", b"lo", 0)
         flags = struct.unpack("16sh14x", fcntl.ioctl(control, _SIOCGIFFLAGS, request))[1]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def contiguous(ranks: int, each: int) -> Tensor:
+    """Rank r has the positions r each, ..., (r + 1) each - 1."""
     return torch.arange(ranks * each).view(ranks, each)
 
 

@@ -117,9 +117,9 @@ class SharedCode:
             if isinstance(module, ModuleType) and (is_own or name in _LIBRARIES):
                 self._modules[name] = module
             if isinstance(module, ModuleType) and (is_own or name in _LIBRARIES) and id(module) not in self._namespaces:
-                self._add(name, module, _BUILTINS, is_own)
+                self._watch_namespace(name, module, _BUILTINS, is_own)
         for each in _CLASSES:
-            self._add_class(f"{each.__module__}.{each.__qualname__}", each)
+            self._watch_class(f"{each.__module__}.{each.__qualname__}", each)
 
     def accept_changes(self) -> None:
         """Watch what has been loaded since, and take the present state for the right one."""
@@ -153,22 +153,28 @@ class SharedCode:
         label, function = self._functions.get(id(target), ("", None))
         return describe_change(label) if function is target and attribute in _BODY else None
 
-    def _add(self, label: str, owner: Any, inherited: frozenset[str], is_own: bool) -> None:
+    def _watch_namespace(self, label: str, owner: Any, inherited: frozenset[str], is_own: bool) -> None:
+        """Watch the functions and classes of a module or class.
+
+        label: its name. inherited: see `_Namespace`. is_own: whether to watch the classes in it, too.
+        """
         namespace = self._namespaces[id(owner)] = _Namespace(label, vars(owner), inherited)
         for name, value in namespace.code().items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType):
                 self._functions[id(function)] = f"{label}.{name}", function
             elif is_own and isinstance(value, type) and value.__module__.split(".")[0] in _OWN:
-                self._add_class(f"{value.__module__}.{value.__qualname__}", value)
+                self._watch_class(f"{value.__module__}.{value.__qualname__}", value)
 
-    def _add_class(self, label: str, owner: type) -> None:
+    def _watch_class(self, label: str, owner: type) -> None:
+        """Watch a class, unless it is watched already."""
         if id(owner) not in self._namespaces:
             inherited = frozenset(name for base in owner.__mro__[1:] for name in vars(base))
-            self._add(label, owner, inherited, True)
+            self._watch_namespace(label, owner, inherited, True)
 
 
 def _is_code(value: Any) -> bool:
+    """Return whether the value is a function, class, method or property."""
     return callable(value) or issubclass(type(value), (staticmethod, classmethod, property))
 
 

@@ -47,7 +47,7 @@ class SideEffects:
         self._depth, self._calls, self._found = 0, 0, ""
         rank = dist.get_rank() if dist.is_initialized() else 0
         _seed_random_states(1000 + rank)
-        vars(module)["hash"] = functools.partial(_hash, f"interpreter {rank}")
+        vars(module)["hash"] = functools.partial(_salted_hash, f"interpreter {rank}")
         for symbol in symbols:
             value = getattr(module, symbol, None)
             if isinstance(value, FunctionType):
@@ -56,21 +56,21 @@ class SideEffects:
                 for name, method in list(vars(value).items()):
                     if isinstance(method, FunctionType):
                         setattr(value, name, self._watch(method))
-        self._variables, self._settings = _module_variables(module), _settings()
+        self._variables, self._settings = _get_module_variables(module), _read_settings()
 
     def check(self) -> None:
         """Raise Wrong if the test has seen a side effect. Call it after the test has passed."""
         if self._found:
             raise Wrong("wrong", self._found)
-        after = _module_variables(self._module)
+        after = _get_module_variables(self._module)
         for name in sorted(after.keys() | self._variables.keys()):
             if after.get(name) != self._variables.get(name):
                 what = f"your code keeps data in `{name}` between calls: the next call, or another object, would see it"
                 raise Wrong("wrong", what)
-        settings = _settings()
+        settings = _read_settings()
         for name, before in self._settings.items():
             if settings[name] != before:
-                raise Wrong("wrong", f"your code changes {name}", _brief(before), _brief(settings[name]))
+                raise Wrong("wrong", f"your code changes {name}", _truncate(before), _truncate(settings[name]))
         for record in self._network.records if self._network is not None else ():
             if record.waited is None:
                 peer = "" if record.peer is None else f" {'to' if record.name == 'send' else 'from'} rank {record.peer}"
@@ -78,6 +78,8 @@ class SideEffects:
                 raise Wrong("wrong", f"{what}: until then its tensors must neither be read, changed nor freed")
 
     def _watch(self, function: Callable) -> Callable:
+        """Return the function, wrapped: each call from the test is compared before and after."""
+
         @functools.wraps(function)
         def watched(*args, **kwargs):
             if self._depth:
@@ -87,7 +89,7 @@ class SideEffects:
                 self._after_call()
                 return result
             self._depth, self._calls = 1, self._calls + 1
-            before, groups = _random_states(), _count_groups()
+            before, groups = _get_random_states(), _count_groups()
             try:
                 result = function(*args, **kwargs)
                 self._after_call()
@@ -96,7 +98,7 @@ class SideEffects:
                 self._depth = 0
                 if groups != _count_groups() and not self._found:
                     self._found = f"{function.__qualname__} makes process groups and does not destroy them"
-                for name, state in _random_states().items():
+                for name, state in _get_random_states().items():
                     if state != before[name] and not self._found:
                         self._found = (
                             f"{function.__qualname__} changes the global random state of {name}: code that draws from "
@@ -106,18 +108,20 @@ class SideEffects:
         return watched
 
 
-def _hash(salt: str, value: Any) -> int:
+def _salted_hash(salt: str, value: Any) -> int:
     """Return a hash that differs between ranks for strings, as `hash` does between interpreters."""
     return hash(value) if isinstance(value, int | float) else hash((salt, value))
 
 
 def _seed_random_states(seed: int) -> None:
+    """Seed the global random states of torch, Python and numpy."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack for GPUs, which takes 6 ms
     random.seed(seed)
     np.random.seed(seed)
 
 
-def _random_states() -> dict[str, Any]:
+def _get_random_states() -> dict[str, Any]:
+    """Return the global random states, by the name of the library."""
     _, key, position, *_ = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -127,10 +131,11 @@ def _random_states() -> dict[str, Any]:
 
 
 def _count_groups() -> int:
+    """Return the number of process groups of this process."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
-def _settings() -> dict[str, Any]:
+def _read_settings() -> dict[str, Any]:
     """Return the settings of this process that an answer could change, by their names in the message."""
     return {
         "torch's default dtype": torch.get_default_dtype(),
@@ -143,7 +148,7 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _module_variables(module: ModuleType) -> dict[str, Any]:
+def _get_module_variables(module: ModuleType) -> dict[str, Any]:
     """Return what the module, its functions and its classes hold, by dotted name, in a form that can be compared."""
     held = {}
     for name, value in vars(module).items():
@@ -177,6 +182,7 @@ def _fingerprint(value: Any) -> Any:
     return id(value)
 
 
-def _brief(value: Any) -> str:
+def _truncate(value: Any) -> str:
+    """Return the value as text, shortened."""
     text = str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."

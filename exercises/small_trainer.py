@@ -28,7 +28,10 @@ _WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
 
 @contextlib.contextmanager
 def shared_folder(world: World, group: Any) -> Iterator[Path]:
-    """A temporary folder that all ranks share, with the texts `text` and `other`; gone when all ranks have left it."""
+    """Return a context manager for a temporary folder that all ranks share. Collective.
+
+    The folder has the texts `text` and `other`, and is deleted when all ranks have left the context.
+    """
     with tempfile.TemporaryDirectory() as own:
         folder = Path(all_gather_object(own, group)[0])
         if world.rank == 0:
@@ -85,7 +88,10 @@ def _bind(world: World, mesh: Mesh, specs: Sequence[GroupSpec], meter: Meter) ->
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Copies of all tensors that a rank has between two steps, by name; ZeRO stage 3 has no parameters then."""
+    """Return copies of all tensors that a rank has between two steps, by name.
+
+    ZeRO stage 3 has no parameters then.
+    """
     engine, found = trainer.engine, {}
     if trainer.config.zero.stage < 3:
         found |= {f"parameter {name}": tensor for name, tensor in named_parameters(engine.model).items()}

@@ -46,9 +46,9 @@ def find_forbidden_code(source: bytes) -> tuple[int, str] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     nodes = list(ast.walk(tree))
-    own = {name for node in nodes for name in _defined(node)}
+    own = {name for node in nodes for name in _defined_names(node)}
     sys_names = {alias.asname or alias.name for node in nodes for alias in _aliases(node) if alias.name == "sys"}
-    found = [(node.lineno, name) for node in nodes for name in _names(node, own, sys_names | {"sys"})]
+    found = [(node.lineno, name) for node in nodes for name in _find_forbidden_names(node, own, sys_names | {"sys"})]
     if not found:
         return None
     line, name = min(found)
@@ -56,10 +56,11 @@ def find_forbidden_code(source: bytes) -> tuple[int, str] | None:
 
 
 def _aliases(node: ast.AST) -> list[ast.alias]:
+    """Return the imported names of an import statement; [] for other nodes."""
     return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
 
 
-def _defined(node: ast.AST) -> Iterator[str]:
+def _defined_names(node: ast.AST) -> Iterator[str]:
     """Yield the names that a node of the tree defines, other than by an import."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
@@ -68,7 +69,7 @@ def _defined(node: ast.AST) -> Iterator[str]:
             yield name
 
 
-def _names(node: ast.AST, own: set[str], sys_names: set[str]) -> Iterator[str]:
+def _find_forbidden_names(node: ast.AST, own: set[str], sys_names: set[str]) -> Iterator[str]:
     """Yield the forbidden names in one node of the tree. own: the answer's own names; sys_names: those of sys."""
     match node:
         case ast.Import(names=names):
@@ -81,14 +82,14 @@ def _names(node: ast.AST, own: set[str], sys_names: set[str]) -> Iterator[str]:
             if name in (_MODULES | _FUNCTIONS) - own:
                 yield name
         case ast.Attribute(value=value, attr=name):
-            yield from _attribute(value, name, sys_names)
+            yield from _check_attribute(value, name, sys_names)
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args) if name in _GETTERS:
             texts = [each.value for each in args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             for part in (part for text in texts for part in text.split(".")):
-                yield from _attribute(args[0], part, sys_names)
+                yield from _check_attribute(args[0], part, sys_names)
 
 
-def _attribute(value: ast.expr, name: str, sys_names: set[str]) -> Iterator[str]:
+def _check_attribute(value: ast.expr, name: str, sys_names: set[str]) -> Iterator[str]:
     """Yield the name of an attribute if it is forbidden; `modules` is only as `sys.modules`."""
     is_sys = isinstance(value, ast.Name) and value.id in sys_names or getattr(value, "attr", "") == "sys"
     if name in _MODULES | _ATTRIBUTES or name == "modules" and is_sys:

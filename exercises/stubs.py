@@ -24,7 +24,7 @@ _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
 
 def generate_stub(exercise: Exercise) -> str:
     """Generate the text of the learner's file."""
-    body = _joined(exercise, _changed(exercise))
+    body = _join_parts(exercise, _apply_changes(exercise))
     docstring = [
         f"{exercise.title}.",
         "",
@@ -33,7 +33,7 @@ def generate_stub(exercise: Exercise) -> str:
         "",
         f"Stub {hashlib.sha256(body.encode()).hexdigest()[:8]}.",
     ]
-    return _docstring(docstring) + "\n\n" + body + "\n"
+    return _format_docstring(docstring) + "\n\n" + body + "\n"
 
 
 def generate_empty_answer(exercise: Exercise) -> str:
@@ -64,19 +64,19 @@ def generate_solution(exercise: Exercise) -> str:
     usual = [each for each in read_answers(exercise).wrong if not each.name.startswith("wrong_cheat_")]
     wrong = [f"* {each.note}" for each in usual if each.note]
     docstring = [
-        *_wrapped(f"{exercise.title}: the solution{where}."),
+        *_wrap_paragraphs(f"{exercise.title}: the solution{where}."),
         "",
-        *_wrapped(exercise.why),
+        *_wrap_paragraphs(exercise.why),
         "",
         "Usual wrong answers:",
         *(line for each in wrong for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")),
     ]
-    return _docstring(docstring) + "\n\n" + solution_code(exercise)
+    return _format_docstring(docstring) + "\n\n" + solution_code(exercise)
 
 
 def solution_code(exercise: Exercise) -> str:
     """Generate the code of the solution, without its docstring."""
-    return _joined(exercise, _sources(exercise)) + "\n"
+    return _join_parts(exercise, _sources(exercise)) + "\n"
 
 
 def generate_answer(exercise: Exercise, name: str, answers: Answers | None = None) -> str:
@@ -97,6 +97,7 @@ def write_answer(exercise: Exercise, name: str, folder: Path, answers: Answers |
 
 
 def _answer_code(exercise: Exercise, answers: Answers, chosen: Answer) -> str:
+    """Return the code of an answer, without its note: its own text, edits of the solution, or generated."""
     where = f"{answers.file}: {chosen.name}"
     if chosen.text:
         return chosen.text
@@ -135,13 +136,15 @@ def write_generated_files(exercise: Exercise) -> list[Path]:
 
 
 def _task_lines(exercise: Exercise) -> list[str]:
+    """Return the lines of the task: a program's docstring, or the statement and the functions it may call."""
     if not exercise.piece:
         return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
     calls = ["", "You may call:", *(f"    {call}" for call in exercise.calls), ""]
     return [*exercise.statement.strip().splitlines(), *(calls if exercise.calls else [""])]
 
 
-def _joined(exercise: Exercise, parts: list[str]) -> str:
+def _join_parts(exercise: Exercise, parts: list[str]) -> str:
+    """Return the parts of a file, with the imports that they need in front of them."""
     return "\n\n\n".join([_imports(exercise), *parts] if exercise.piece else parts)
 
 
@@ -166,13 +169,13 @@ def _source(exercise: Exercise, piece: str) -> str:
     return "\n".join(text.splitlines()[start - 1 : node.end_lineno])
 
 
-def _changed(exercise: Exercise) -> list[str]:
+def _apply_changes(exercise: Exercise) -> list[str]:
     """Return the sources with the stub's changes applied."""
     sources = _sources(exercise)
     for change in exercise.changes:
         for i, source in enumerate(sources):
             if (lines := _lines_of(change, source)) is not None:
-                sources[i] = _with(source, lines, change.put)
+                sources[i] = _replace_lines(source, lines, change.put)
                 break
         else:
             where = exercise.symbols if exercise.piece else exercise.source.name
@@ -188,7 +191,8 @@ def _lines_of(change: Change, source: str) -> tuple[int, int] | None:
     return (first[0], last[0]) if len(first) == len(last) == 1 and first[0] <= last[0] else None
 
 
-def _with(source: str, lines: tuple[int, int], put: str) -> str:
+def _replace_lines(source: str, lines: tuple[int, int], put: str) -> str:
+    """Return the source with lines first to last (from 0) replaced by `put`, at their indentation."""
     text = source.splitlines()
     indent = re.match(r" *", text[lines[0]])[0]
     return "\n".join([*text[: lines[0]], *textwrap.indent(put.strip("\n"), indent).splitlines(), *text[lines[1] + 1 :]])
@@ -203,10 +207,10 @@ def _imports(exercise: Exercise) -> str:
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
         used = {name for source in sources for name in _used_names(ast.parse(source))}
         used -= set(exercise.symbols)
-        own = {name for node in tree.body for name in _defined(node)} & used
+        own = {name for node in tree.body for name in _defined_names(node)} & used
         if own:
             named.setdefault(module, set()).update(own)
-        for node in _top_level(tree):
+        for node in _top_level_statements(tree):
             for alias in getattr(node, "names", []):
                 if (alias.asname or alias.name).split(".")[0] not in used:
                     continue
@@ -215,13 +219,17 @@ def _imports(exercise: Exercise) -> str:
                 else:
                     where = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
                     statements.append(f"{where}import {ast.unparse(alias)}")
-    statements += [f"from {module} import {', '.join(sorted(names, key=_case))}" for module, names in named.items()]
+    statements += [
+        f"from {module} import {', '.join(sorted(names, key=_name_sort_key))}" for module, names in named.items()
+    ]
     groups = {"standard": [], "other": [], "ours": []}
     for statement in dict.fromkeys(statements):
         top = re.split(r"[ .]", statement)[1]
         kind = "ours" if top == "minidist" else "other" if top in ("numpy", "safetensors", "torch") else "standard"
         groups[kind].append(statement)
-    return "\n\n".join("\n".join(map(_split, sorted(lines, key=_import_order))) for lines in groups.values() if lines)
+    return "\n\n".join(
+        "\n".join(map(_split_import, sorted(lines, key=_import_sort_key))) for lines in groups.values() if lines
+    )
 
 
 def _used_names(tree: ast.Module) -> set[str]:
@@ -235,12 +243,12 @@ def _used_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def _top_level(tree: ast.Module) -> list[ast.stmt]:
+def _top_level_statements(tree: ast.Module) -> list[ast.stmt]:
     """Return the statements of a module, with those under `if TYPE_CHECKING`."""
     return [each for node in tree.body for each in (node.body if isinstance(node, ast.If) else [node])]
 
 
-def _split(statement: str) -> str:
+def _split_import(statement: str) -> str:
     """Give each name of an import a line of its own if the statement is too long for one line."""
     if len(statement) <= _LINE:
         return statement
@@ -248,27 +256,30 @@ def _split(statement: str) -> str:
     return f"{module} import (\n    " + ",\n    ".join(names.split(", ")) + ",\n)"
 
 
-def _defined(node: ast.stmt) -> set[str]:
+def _defined_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, ast.Assign):
         return {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {node.name} if hasattr(node, "name") else set()
 
 
-def _case(name: str) -> tuple[int, str]:
-    """Sort key for the names of one import: constants, classes, functions."""
+def _name_sort_key(name: str) -> tuple[int, str]:
+    """Return the sort key of a name in an import: constants, then classes, then functions."""
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name.lower())
 
 
-def _import_order(statement: str) -> tuple[bool, str, tuple[int, str]]:
-    """Sort key for imports: `import` before `from`, then by module and first name."""
+def _import_sort_key(statement: str) -> tuple[bool, str, tuple[int, str]]:
+    """Return the sort key of an import: `import` before `from`, then by module and first name."""
     words = statement.replace(",", "").split()
-    return words[0] == "from", words[1], _case(words[-1] if len(words) < 4 else words[3])
+    return words[0] == "from", words[1], _name_sort_key(words[-1] if len(words) < 4 else words[3])
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap_paragraphs(text: str) -> list[str]:
+    """Return the lines of a text whose paragraphs are wrapped."""
     paragraphs = [textwrap.wrap(" ".join(part.split()), _WIDTH) for part in text.strip().split("\n\n")]
     return [line for i, lines in enumerate(paragraphs) for line in ([""] * bool(i) + lines)]
 
 
-def _docstring(lines: list[str]) -> str:
+def _format_docstring(lines: list[str]) -> str:
+    """Return the source of a docstring."""
     return '"""' + "\n".join(lines) + '\n"""'

@@ -33,7 +33,7 @@ def find_stuck_ranks(program: Path, names: Sequence[str], server: "RankServer") 
             jobs[name] = server.start(
                 run_scenario, sizes[name], (str(program), name), backend=None, threads=1, live=True
             )
-        return {name: _waiting(job, name) for name, job in jobs.items()}
+        return {name: _find_waiting_ranks(job, name) for name, job in jobs.items()}
     finally:
         for job in jobs.values():
             job.kill()
@@ -48,13 +48,14 @@ def run_scenario(world, rank_worker, program: str, name: str) -> None:
     getattr(module, name)(world.rank)
 
 
-def _waiting(job: "LiveJob", name: str) -> list[int]:
+def _find_waiting_ranks(job: "LiveJob", name: str) -> list[int]:
+    """Return the ranks that wait for ever once all others have returned. Raises RunError if a rank does neither."""
     detector, end_s = DeadlockDetector(), time.monotonic() + _LONGEST_S
     while time.monotonic() < end_s and not job.has_ended:
         job.poll(detector.interval_s)
         seen = job.last_snapshots()
-        verdict = detector.update(seen, time.monotonic())
-        stuck = set(verdict.ranks) if verdict else set()
+        diagnosis = detector.update(seen, time.monotonic())
+        stuck = set(diagnosis.ranks) if diagnosis else set()
         ended = {rank for rank, snapshot in seen.items() if snapshot.state in ENDED}
         if any(seen[rank].state == "failed" for rank in ended) or job.dead_ranks:
             break

@@ -60,7 +60,7 @@ def read_submission(entry: Path, student: str, catalogue: Catalogue) -> Submissi
     names = set(catalogue)
     copies: dict[str, list[tuple[tuple, bytes | str]]] = {}
     try:
-        for path, content in _zipped(entry) if entry.is_file() else _files(entry):
+        for path, content in _read_zip(entry) if entry.is_file() else _read_folder(entry):
             if path.suffix == ".py" and path.stem in names and not _IGNORED & set(path.parts):
                 in_chapter = path.parent.name == catalogue[path.stem].chapter
                 place = (not in_chapter, "solutions" in path.parts, len(path.parts))
@@ -81,7 +81,7 @@ def read_submission(entry: Path, student: str, catalogue: Catalogue) -> Submissi
     return Submission(student, answers, problems)
 
 
-def _files(folder: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
+def _read_folder(folder: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
     """Yield the Python files of a folder: the path in it, and the content or what is wrong with it."""
     for count, (place, folders, names) in enumerate(os.walk(folder)):
         if count > _MAX_FILES:
@@ -92,13 +92,16 @@ def _files(folder: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
             if file.is_symlink() or not file.is_file():
                 yield path, f"{path} is a link"
             elif file.stat().st_size > MAX_BYTES:
-                yield path, _too_large(path, file.stat().st_size)
+                yield path, _describe_size_problem(path, file.stat().st_size)
             else:
                 yield path, file.read_bytes()
 
 
-def _zipped(file: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
-    """Yield the Python files of a zip file like `_files`. Contents are read up to the limit, whatever the file says."""
+def _read_zip(file: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
+    """Yield the Python files of a zip file, as `_read_folder` does.
+
+    Contents are read up to the limit, whatever size the zip file states.
+    """
     with zipfile.ZipFile(file) as archive:
         if len(archive.infolist()) > _MAX_FILES:
             raise ValueError(f"it has more than {_MAX_FILES} files")
@@ -107,8 +110,9 @@ def _zipped(file: Path) -> Iterator[tuple[PurePosixPath, bytes | str]]:
             if path.suffix == ".py" and not entry.is_dir():
                 with archive.open(entry) as content:
                     read = content.read(MAX_BYTES + 1)
-                yield path, read if len(read) <= MAX_BYTES else _too_large(path, entry.file_size)
+                yield path, read if len(read) <= MAX_BYTES else _describe_size_problem(path, entry.file_size)
 
 
-def _too_large(path: PurePosixPath, size: int) -> str:
+def _describe_size_problem(path: PurePosixPath, size: int) -> str:
+    """Return the message about a file that is too large."""
     return f"{path} has {size} bytes; an answer has at most {MAX_BYTES}"

@@ -159,7 +159,7 @@ class Answer:
                 pass
             except TypeError as error:
                 mismatch = error
-            self._note(_call_text(name, bound, args))
+            self._note(_format_call(name, bound, args))
             if mismatch is not None:
                 raise Wrong("type", f"{name} must accept these arguments, as in the stub: {mismatch}")
             result = value(*args, **kwargs)
@@ -204,21 +204,21 @@ def learner_file(answer: Answer) -> str:
     return answer._module.__file__
 
 
-def _call_text(name: str, bound: Mapping[str, Any] | None, args: Sequence) -> str:
+def _format_call(name: str, bound: Mapping[str, Any] | None, args: Sequence) -> str:
     """Format a call. bound: its arguments by name; None if they do not fit or the function has no signature."""
     if bound is None:
-        parts = [_brief(value) for value in args]
+        parts = [_format_argument(value) for value in args]
     else:
-        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
+        parts = [f"{name}={_format_argument(value)}" for name, value in bound.items()]
     text = f"{name}({', '.join(parts)})"
     return text if len(text) <= _CALL_SHOWN else f"{text[: _CALL_SHOWN - 4]} ..."
 
 
-def _brief(value: Any) -> str:
+def _format_argument(value: Any) -> str:
     """Format an argument: a value with `show`, an object by the name of its class."""
     kinds = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range, type(None))
     plain = isinstance(value, kinds) or hasattr(value, "tolist")
-    return show(_outlined(value)) if plain else f"<{type(value).__name__}>"
+    return show(_outline_large_arrays(value)) if plain else f"<{type(value).__name__}>"
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,12 @@ class _Outline:
         return self.text
 
 
-def _outlined(value: Any) -> Any:
+def _outline_large_arrays(value: Any) -> Any:
     """Replace each large array by an outline, also inside lists and dictionaries."""
     if isinstance(value, dict):
-        return {key: _outlined(item) for key, item in value.items()}
+        return {key: _outline_large_arrays(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_outlined(item) for item in value]
+        return [_outline_large_arrays(item) for item in value]
     shape = tuple(value.shape) if hasattr(value, "tolist") else ()
     if math.prod(shape) <= _ELEMENTS_SHOWN:
         return value
@@ -281,11 +281,15 @@ def check_tensor_class(value: Any) -> None:
 
 
 def _are_comparable(got: Any, expected: Any) -> bool:
+    """Return whether both are lists of equal length, whose items can be compared."""
     return isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected)
 
 
 def _same(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two plain values are equal. Numbers are of exactly Python's classes: others could claim any equality."""
+    """Return whether two plain values are equal.
+
+    Numbers are of exactly Python's classes: others could claim any equality.
+    """
     if isinstance(expected, list):
         return _are_comparable(got, expected) and all(
             _same(a, b, tolerance) for a, b in zip(got, expected, strict=True)

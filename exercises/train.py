@@ -146,5 +146,6 @@ def _layout_that_calls(exercise: str, layouts: dict[str, tuple[str, ...]], num_r
 
 
 def _format_choices(used: Sequence[Exercise], left_out: dict[str, str]) -> list[str]:
+    """Return a line for each installed piece and each one that is left out, with the reason."""
     lines = [f"{'yours':<9}{each.name}" for each in used]
     return lines + [f"{'left out':<9}{name:<26}{reason}" for name, reason in left_out.items()]

@@ -34,11 +34,12 @@ class Outcome:
 
     @property
     def is_graded_correctly(self) -> bool:
+        """Whether a right answer passes, or a wrong one fails a test."""
         return self.answer.is_right != bool(self.failed)
 
     @property
     def only_conditions(self) -> bool:
-        """Whether the conditions shared by all exercises refuse this answer, and no test of its own exercise does."""
+        """Whether the conditions of all exercises refuse this answer and no test of its own exercise does."""
         return self.failed == (TEST,)
 
 
@@ -95,14 +96,15 @@ def run_trial(folder: Path, exercises: Iterable[Exercise], into: Path) -> bool:
                 what = outcome.message or f"passes: {outcome.answer.note}"
                 print(f"{outcome.exercise}: {outcome.answer.name} {what}", flush=True)
     for exercise in sorted({each.exercise for each in outcomes}):
-        print(f"{exercise:<28}{_counts([each for each in outcomes if each.exercise == exercise])}")
-    print(f"{'all':<28}{_counts(outcomes)}")
+        print(f"{exercise:<28}{_format_counts([each for each in outcomes if each.exercise == exercise])}")
+    print(f"{'all':<28}{_format_counts(outcomes)}")
     alone = sum(each.only_conditions for each in outcomes if not each.answer.is_right)
     print(f"refused by nothing but the conditions shared by all exercises: {alone}")
     return all(each.is_graded_correctly for each in outcomes)
 
 
-def _counts(outcomes: list[Outcome]) -> str:
+def _format_counts(outcomes: list[Outcome]) -> str:
+    """Return how many wrong answers fail and right ones pass, as text."""
     texts = []
     for is_right, what in ((False, "wrong answers fail"), (True, "right answers pass")):
         these = [each for each in outcomes if each.answer.is_right == is_right]

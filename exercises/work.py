@@ -29,9 +29,9 @@ class Work:
     def update(self, catalogue: Catalogue) -> dict[str, list[Path]]:
         """Copy new files. Returns them as `added`, `renewed` (out of date, unedited) or `kept` (edited)."""
         done: dict[str, list[Path]] = {"added": [], "renewed": [], "kept": []}
-        with self._changing() as kept:
+        with self._edit_progress() as kept:
             copied = kept.setdefault("files", {})
-            for target, content in self._course(catalogue):
+            for target, content in self._course_files(catalogue):
                 name, now = str(target.relative_to(self.folder)), _digest(content)
                 if not target.exists():
                     done["added"].append(target)
@@ -56,8 +56,8 @@ class Work:
     def reset(self, exercise: Exercise) -> Path | None:
         """Replace the learner's file by the stub; return the backup, None if no file was edited."""
         file, content = self.file(exercise), exercise.stub.read_bytes()
-        backup = self._backup(file) if file.exists() and file.read_bytes() != content else None
-        with self._changing() as kept:
+        backup = self._make_backup(file) if file.exists() and file.read_bytes() != content else None
+        with self._edit_progress() as kept:
             write_atomically(file, content)
             kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
         return backup
@@ -76,16 +76,18 @@ class Work:
         before = file.read_bytes() if file.exists() else exercise.stub.read_bytes()
         known = (self.entry(exercise).get("cell"), _digest(content), _digest(exercise.stub.read_bytes()))
         if _digest(before) not in known:
-            backup = self._backup(file)
+            backup = self._make_backup(file)
         write_atomically(file, content)
         self._store_cell_hash(exercise, content)
         return backup
 
     def _store_cell_hash(self, exercise: Exercise, content: bytes) -> None:
-        with self._changing() as kept:
+        """Record the content that the notebook cell has written or read, to notice other edits."""
+        with self._edit_progress() as kept:
             kept.setdefault("exercises", {}).setdefault(exercise.name, {})["cell"] = _digest(content)
 
-    def _backup(self, file: Path) -> Path:
+    def _make_backup(self, file: Path) -> Path:
+        """Copy a file to the next free backup name; return the copy."""
         number = 1
         while (backup := file.with_name(f"{file.stem}.backup-{number}{file.suffix}")).exists():
             number += 1
@@ -94,7 +96,7 @@ class Work:
 
     def record(self, exercise: Exercise, passed: bool, points: int, content: bytes) -> None:
         """Record an attempt and the best result. content: of the graded file."""
-        with self._changing() as kept:
+        with self._edit_progress() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["attempts"] = entry.get("attempts", 0) + 1
             entry["passed"] = bool(entry.get("passed") or passed)
@@ -109,7 +111,7 @@ class Work:
 
     def reveal_next_hint(self, exercise: Exercise) -> int:
         """Record that one more hint is shown; return the number of hints seen."""
-        with self._changing() as kept:
+        with self._edit_progress() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["hints"] = min(entry.get("hints", 0) + 1, len(exercise.hints))
             return entry["hints"]
@@ -122,19 +124,21 @@ class Work:
         """Read progress.json; empty if there is none. Raises UserError if it is damaged."""
         return progress.read_progress(self.folder / progress.NAME)
 
-    def _changing(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    def _edit_progress(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """Return a context manager that yields the contents of progress.json and writes them when it exits."""
         return progress.edit_progress(self.folder / progress.NAME)
 
-    def _course(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
+    def _course_files(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
         """Yield the course's files for the learner: (destination, content)."""
         for exercise in catalogue.values():
             yield self.file(exercise), exercise.stub.read_bytes()
         chapters = catalogue.root / "chapters"
         for notebook in sorted(chapters.glob("[0-9]*/*.ipynb")):
-            yield self.folder / "chapters" / notebook.relative_to(chapters), _without_outputs(notebook)
+            yield self.folder / "chapters" / notebook.relative_to(chapters), _read_without_outputs(notebook)
 
 
-def _without_outputs(notebook: Path) -> bytes:
+def _read_without_outputs(notebook: Path) -> bytes:
+    """Return the content of a notebook without the outputs of its cells."""
     content = json.loads(notebook.read_text())
     for cell in content["cells"]:
         if cell["cell_type"] == "code":
@@ -143,4 +147,5 @@ def _without_outputs(notebook: Path) -> bytes:
 
 
 def _digest(content: bytes) -> str:
+    """Return the hash by which a copy's content is remembered."""
     return hashlib.sha256(content).hexdigest()

@@ -55,18 +55,22 @@ class Net(nn.Module):
 
 
 def names_by_block(model: Net) -> list[list[str]]:
-    """The names of the parameters of each flat parameter: of the blocks in the order of forward, of all others last."""
+    """Return the parameter names of each flat parameter: by block in the order of forward, then all others."""
     names = [name for name, _ in model.named_parameters()]
     blocks = [[name for name in names if name.startswith(f"layers.{index}.")] for index in range(LAYERS)]
     return [*blocks, [name for name in names if not name.startswith("layers.")]]
 
 
 def blocks_of(model: Net) -> dict[nn.Module, list[str]]:
+    """Return the parameter names of each block, by module."""
     return dict(zip(model.layers, names_by_block(model)[:-1], strict=True))
 
 
 def batches(step: int, rank: int, size: int, count: int = MICRO_BATCHES) -> list[Tensor]:
-    """A rank's micro-batches of a step, of unequal sizes; with three ranks or more, rank 0 has no sample in step 1."""
+    """Return a rank's micro-batches of a step, of unequal sizes.
+
+    With three ranks or more, rank 0 has no sample in step 1.
+    """
     data = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64)
     data[:, 0] = -data[:, 0].abs()
     data[-1, 0] *= -1
@@ -76,6 +80,7 @@ def batches(step: int, rank: int, size: int, count: int = MICRO_BATCHES) -> list
 
 
 def loss_of(model: Net, data: Tensor) -> Tensor:
+    """Return this batch's part of the mean loss over SAMPLES samples."""
     return (model(data) ** 2).sum() / SAMPLES
 
 
@@ -104,6 +109,7 @@ class Replica:
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
+        """Pass a gradient to ZeRO as soon as autograd has accumulated it."""
         gradient, parameter.grad = parameter.grad, None
         self.zero.add(name, gradient)
 
@@ -117,6 +123,7 @@ class Replica:
             self.zero.end_micro_batch()
 
     def train(self, step: int, count: int = MICRO_BATCHES) -> None:
+        """Train one step: backward, reduction, update, and the parameters from the masters."""
         self.run_backward(step, count)
         self.zero.finish()
         self.optimizer.step()
@@ -149,7 +156,7 @@ class Reference:
             self._gather()
 
     def gradients(self, step: int, count: int = MICRO_BATCHES) -> dict[str, Tensor | None]:
-        """The gradients of a step, summed over micro-batches and ranks; None for a parameter that no rank uses."""
+        """Return the gradients of a step, summed over micro-batches and ranks; None if no rank uses the parameter."""
         total: dict[str, Tensor | None] = {name: None for name, _ in self.model.named_parameters()}
         for rank, model in enumerate(self.models):
             model.zero_grad(set_to_none=True)
@@ -162,21 +169,24 @@ class Reference:
         return total
 
     def train(self, step: int, count: int = MICRO_BATCHES) -> None:
+        """Train one step in one process."""
         for name, gradient in self.gradients(step, count).items():
             dict(self.model.named_parameters())[name].grad = gradient
         self.optimizer.step()
         self._gather()
 
     def values(self) -> dict[str, Tensor]:
+        """Return the parameters by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _gather(self) -> None:
+        """Copy the parameters to the models of all ranks."""
         for model in self.models:
             model.load_state_dict(self.model.state_dict())
 
 
 def own_elements(size: int, rank: int, model: Net) -> dict[str, list[int]]:
-    """The elements of each parameter that are in a rank's shards, by name."""
+    """Return the elements of each parameter that are in a rank's shards, by name."""
     found: dict[str, list[int]] = {}
     parameters = dict(model.named_parameters())
     for names in names_by_block(model):
@@ -186,7 +196,7 @@ def own_elements(size: int, rank: int, model: Net) -> dict[str, list[int]]:
 
 
 def padded_elements(size: int, model: Net) -> list[int]:
-    """The length of each flat parameter."""
+    """Return the length of each flat parameter, in elements."""
     parameters = dict(model.named_parameters())
     numels = [sum(parameters[name].numel() for name in names) for names in names_by_block(model)]
     return [-(-numel // size) * size for numel in numels]

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    """Run the command that `argv` names, with its options; return the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(format_usage("minidist", COMMANDS))
         return 0 if argv else 2
@@ -168,6 +169,10 @@ def _print_error(error: UserError | RunError, name: str = "minidist") -> None:
 
 
 def _parse(kind: type, name: str, argv: list[str], default: Any = None) -> Any:
+    """Parse `argv`, the options of `minidist NAME`, into an instance of the dataclass `kind`.
+
+    name: of the command. default: an instance with the default values; None: those of `kind`.
+    """
     return parse_options(kind, f"minidist {name}", argv, default)
 
 
@@ -204,26 +209,30 @@ def parse_train_options(argv: list[str], default_options: Sequence[str] = ()) ->
     if default_options:
         options = _parse(TrainOptions, "train", list(default_options), options)
     options = _parse(TrainOptions, "train", argv, options)
-    return _with_given(options.run, TrainOptions, argv), options.ranks
+    return _add_given_options(options.run, TrainOptions, argv), options.ranks
 
 
-def _with_given(run: Config, kind: type, argv: list[str]) -> Config:
-    """Return the configuration with the names of the options that `argv` gives, besides those of a TOML file."""
+def _add_given_options(run: Config, kind: type, argv: list[str]) -> Config:
+    """Return `run` with the options that occur in `argv` added to its set of options given by the user.
+
+    kind: the dataclass of the command's options.
+    """
     return replace(run, given=run.given | given_options(kind, argv))
 
 
 def _base_config(argv: list[str]) -> tuple[Config, int | None]:
-    """Return the configuration that the options change, and the TOML file's `ranks`.
+    """Return the configuration before the options in `argv` are applied, and `ranks` of the TOML file.
 
-    The TOML file overrides the run to resume, which overrides the defaults.
+    The TOML file overrides the run to resume, which overrides the defaults. `ranks` is None without a file that sets
+    it.
     """
     from minidist.tools.config_file import read_config_file, read_rank_count
     from minidist.tools.launch.torchrun import is_under_torchrun
     from minidist.train.resume import read_resumed_config
 
-    file, base = _value_of(argv, "--config"), Config()
+    file, base = _find_option_value(argv, "--config"), Config()
     how = base.checkpoint if file is None else read_config_file(Path(file)).checkpoint
-    resume = _value_of(argv, "--checkpoint.resume") or how.resume
+    resume = _find_option_value(argv, "--checkpoint.resume") or how.resume
     inherits = how.inherit and "--checkpoint.no-inherit" not in argv
     if inherits and resume not in (None, "None", "none", "auto", Path("auto")):
         base = read_resumed_config(Path(resume))
@@ -232,8 +241,8 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     return read_config_file(Path(file), base), None if is_under_torchrun() else read_rank_count(Path(file))
 
 
-def _value_of(argv: list[str], option: str) -> str | None:
-    """Return the value of an option that is needed before the others can be parsed."""
+def _find_option_value(argv: list[str], option: str) -> str | None:
+    """Return the value of `option` in `argv`, before the options are parsed; None if it is not given."""
     for i, word in enumerate(argv):
         if word == option and i + 1 < len(argv):
             return argv[i + 1]
@@ -261,11 +270,11 @@ def _consistency(argv: list[str]) -> int:
     from minidist.tools.consistency.command import main as consistency
     from minidist.tools.consistency.comparison_options import ConsistencyOptions
 
-    options, file = ConsistencyOptions(), _value_of(argv, "--config")
+    options, file = ConsistencyOptions(), _find_option_value(argv, "--config")
     if file is not None:
         options = replace(options, run=read_config_file(Path(file), options.run))
     options = _parse(ConsistencyOptions, "consistency", argv, options)
-    return consistency(replace(options, run=_with_given(options.run, ConsistencyOptions, argv)))
+    return consistency(replace(options, run=_add_given_options(options.run, ConsistencyOptions, argv)))
 
 
 def _chaos(argv: list[str]) -> int:
@@ -315,7 +324,7 @@ def _estimate(argv: list[str]) -> int:
     from minidist.tools.launch.start import check_offload, choose_device, choose_ranks
 
     options = _parse(_EstimateOptions, "estimate", argv, _EstimateOptions(*_base_config(argv)))
-    options = replace(options, run=_with_given(options.run, _EstimateOptions, argv))
+    options = replace(options, run=_add_given_options(options.run, _EstimateOptions, argv))
     ranks = choose_ranks(options.run, options.ranks)
     instead = ", or give --device cuda to estimate a run on GPUs"
     check_offload(options.run, choose_device(options.run, ranks), ranks, instead)

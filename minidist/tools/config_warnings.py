@@ -190,9 +190,9 @@ def _find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ..
 
 
 def _is_requested(name: str, config: Config) -> bool:
-    """Return whether an option asks for something: it differs from its default, or was given at its default value.
+    """Return whether an option requests something: it differs from its default, or the user gave its default.
 
-    Nothing is asked for by a switch that is off and a value that is none.
+    A switch that is off and a value of None request nothing.
     """
     value = option_value(config, name)
     if value != option_value(Config(), name):
@@ -201,6 +201,7 @@ def _is_requested(name: str, config: Config) -> bool:
 
 
 def _format_value(value: Any) -> str:
+    """Return an option's value as it is written in a configuration file."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

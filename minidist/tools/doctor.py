@@ -53,11 +53,12 @@ def doctor(options: DoctorOptions) -> int:
     if options.json:
         print(json.dumps({"can_train": can_train, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     else:
-        _show(findings, can_train)
+        _print_findings(findings, can_train)
     return 0 if can_train else 1
 
 
 def _run_check(name: str, check: Callable[[str], Finding]) -> Finding:
+    """Run one check; return its finding, or a finding that says why the check failed."""
     try:
         return check(name)
     except (OSError, ImportError, ValueError, RuntimeError) as error:
@@ -65,7 +66,8 @@ def _run_check(name: str, check: Callable[[str], Finding]) -> Finding:
         return Finding(name, "unknown", f"the check failed: {type(error).__name__}: {first}", "see the message")
 
 
-def _show(findings: list[Finding], can_train: bool) -> None:
+def _print_findings(findings: list[Finding], can_train: bool) -> None:
+    """Print the findings as a table, then each problem with its fix."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -87,14 +89,16 @@ def _show(findings: list[Finding], can_train: bool) -> None:
     console.print(f"\nTraining {'can' if can_train else 'cannot'} run here.", highlight=False)
 
 
-def _python(name: str) -> Finding:
+def _check_python(name: str) -> Finding:
+    """Check the version of Python."""
     value = f"{platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
     if sys.version_info < PYTHON:
         return Finding(name, value, "minidist needs Python 3.11 or later", "install a later Python", blocks=True)
     return Finding(name, value)
 
 
-def _torch(name: str) -> Finding:
+def _check_torch(name: str) -> Finding:
+    """Check the version of torch."""
     low, below = (".".join(map(str, version)) for version in TORCH)
     fix = f"pip install 'torch>={low},<{below}'"
     try:
@@ -109,7 +113,8 @@ def _torch(name: str) -> Finding:
     return Finding(name, value)
 
 
-def _backends(name: str) -> Finding:
+def _check_backends(name: str) -> Finding:
+    """Check which communication backends this torch has."""
     import torch
 
     there = torch.distributed.is_available()
@@ -123,7 +128,8 @@ def _backends(name: str) -> Finding:
     return Finding(name, value)
 
 
-def _devices(name: str) -> Finding:
+def _check_devices(name: str) -> Finding:
+    """List GPUs and memory; a GPU that torch does not see is a problem."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -135,7 +141,8 @@ def _devices(name: str) -> Finding:
     return Finding(name, value)
 
 
-def _cores(name: str) -> Finding:
+def _check_cores(name: str) -> Finding:
+    """Report how many cores this process may use."""
     from minidist.tools.launch import usable_cores
 
     usable, seen = usable_cores(), os.cpu_count()
@@ -143,7 +150,8 @@ def _cores(name: str) -> Finding:
     return Finding(name, f"{usable} usable; the machine has {seen}, the affinity mask {allowed}")
 
 
-def _threads(name: str) -> Finding:
+def _check_threads(name: str) -> Finding:
+    """Check how many threads each rank would get."""
     from minidist.tools.launch import threads_per_rank, usable_cores
 
     fix = "unset OMP_NUM_THREADS"
@@ -162,8 +170,9 @@ def _threads(name: str) -> Finding:
     return Finding(name, value)
 
 
-def _interfaces(name: str) -> Finding:
-    found = {interface: _address(interface) for _, interface in socket.if_nameindex()}
+def _check_interfaces(name: str) -> Finding:
+    """Check the network interfaces and the address of the host name."""
+    found = {interface: _find_ipv4_address(interface) for _, interface in socket.if_nameindex()}
     value = ", ".join(f"{interface} {address or 'no IPv4 address'}" for interface, address in found.items())
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if loopback not in found:
@@ -177,7 +186,7 @@ def _interfaces(name: str) -> Finding:
     return Finding(name, value)
 
 
-def _address(interface: str) -> str | None:
+def _find_ipv4_address(interface: str) -> str | None:
     """Return the IPv4 address of an interface; None if Linux reports none."""
     if sys.platform != "linux":
         return None
@@ -191,7 +200,8 @@ def _address(interface: str) -> str | None:
             return None
 
 
-def _shared_memory(name: str) -> Finding:
+def _check_shared_memory(name: str) -> Finding:
+    """Report how the shm backend gets its memory."""
     shm = Path("/dev/shm")
     mounted = f"/dev/shm {shutil.disk_usage(shm).total / _GIB:.2f} GiB" if shm.is_dir() else "no /dev/shm"
     memfd = hasattr(os, "memfd_create")
@@ -201,7 +211,8 @@ def _shared_memory(name: str) -> Finding:
     return Finding(name, f"memfd_create {'works' if memfd else 'is missing, so temporary files are used'}; {mounted}")
 
 
-def _disk(name: str) -> Finding:
+def _check_disk(name: str) -> Finding:
+    """Check that the current folder is writable, and report its free space."""
     free = shutil.disk_usage(".").free
     value = f"{free / _GIB:.1f} GiB free in {Path.cwd()}"
     if not os.access(".", os.W_OK):
@@ -222,7 +233,8 @@ def _all_reduce_rank_sum(world) -> float:
     return total.item()
 
 
-def _ranks(name: str) -> Finding:
+def _check_ranks(name: str) -> Finding:
+    """Start two ranks and let them communicate."""
     from minidist.tools.launch import RankServer
 
     fix = "see the message; if a firewall or container blocks 127.0.0.1, allow it"
@@ -241,13 +253,15 @@ def _ranks(name: str) -> Finding:
     return Finding(name, f"two ranks started by {server.method}, with an all_reduce over gloo: {took_s:.2f} s")
 
 
-def _links(name: str) -> Finding:
+def _check_links(name: str) -> Finding:
+    """Measure latency and bandwidth of each backend."""
     from minidist.tools.network.link_report import report_link_speeds
 
     return Finding(name, "\n".join(report_link_speeds()))
 
 
-def _compiler(name: str) -> Finding:
+def _check_compiler(name: str) -> Finding:
+    """Look for the C++ compiler that torch.compile needs."""
     found = next((path for tool in ("c++", "g++", "clang++") if (path := shutil.which(tool))), None)
     if found is None:
         return Finding(
@@ -256,7 +270,8 @@ def _compiler(name: str) -> Finding:
     return Finding(name, found)
 
 
-def _extras(name: str) -> Finding:
+def _check_extras(name: str) -> Finding:
+    """List the optional packages that are missing, by extra."""
     try:
         requirements = importlib.metadata.requires("minidist") or []
     except importlib.metadata.PackageNotFoundError:
@@ -265,12 +280,13 @@ def _extras(name: str) -> Finding:
     for requirement in requirements:
         package, extra = re.match(r"[\w.-]+", requirement)[0], re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if extra:
-            missing.setdefault(extra[1], []).extend([] if _installed(package) else [package])
+            missing.setdefault(extra[1], []).extend([] if _is_installed(package) else [package])
     value = "; ".join(f"{extra}: {'without ' + ', '.join(lack) if lack else 'all'}" for extra, lack in missing.items())
     return Finding(name, value)
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
+    """Return whether a package is installed."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -279,17 +295,17 @@ def _installed(package: str) -> bool:
 
 
 CHECKS: dict[str, Callable[[str], Finding]] = {
-    "Python": _python,
-    "torch": _torch,
-    "backends": _backends,
-    "devices": _devices,
-    "cores": _cores,
-    "threads per rank": _threads,
-    "interfaces": _interfaces,
-    "shared memory": _shared_memory,
-    "disk": _disk,
-    "ranks": _ranks,
-    "links": _links,
-    "C++ compiler": _compiler,
-    "extras": _extras,
+    "Python": _check_python,
+    "torch": _check_torch,
+    "backends": _check_backends,
+    "devices": _check_devices,
+    "cores": _check_cores,
+    "threads per rank": _check_threads,
+    "interfaces": _check_interfaces,
+    "shared memory": _check_shared_memory,
+    "disk": _check_disk,
+    "ranks": _check_ranks,
+    "links": _check_links,
+    "C++ compiler": _check_compiler,
+    "extras": _check_extras,
 }

@@ -97,12 +97,12 @@ def parse_options(
                 raise UserError(f"{word!r} belongs to no option; options begin with --. {program} --help lists them.")
             else:
                 option = positionals[0] if positionals[0].is_list else positionals.pop(0)
-                value = _convert(option, word)
+                value = _convert_word(option, word)
                 values[option.path] = (*values.get(option.path, ()), value) if option.is_list else value
         elif name in by_name and by_name[name].kind is not bool:
             option = by_name[name]
-            given = [inline] if equals else _take(option, rest)
-            value = _value_of(option, given)
+            given = [inline] if equals else _take_values(option, rest)
+            value = _parse_value(option, given)
             repeats = option.is_list and typing.get_args(option.kind)[-1] is Ellipsis and value is not None
             values[option.path] = (*(values.get(option.path) or ()), *value) if repeats else value
         elif name in by_name or name in negated:
@@ -117,9 +117,9 @@ def parse_options(
         elif keep_unknown:
             unknown.append(word)
         else:
-            guess = _guess(name, [*by_name, *negated])
+            guess = _suggest(name, [*by_name, *negated])
             raise UserError(f"there is no option --{name}{guess} {program} --help lists all of them.")
-    made = _make(kind, values, program, options) if default is None else _replace(default, values)
+    made = _construct(kind, values, program, options) if default is None else _replace_fields(default, values)
     return (made, unknown) if keep_unknown else made
 
 
@@ -199,7 +199,7 @@ def _help_text(kind: type, program: str, options: Sequence[_Option], default: An
         lines += textwrap.wrap(title, width)
         for option in shown:
             if option.section == section:
-                lines += _option_help(option, _default_of(kind, default, option.path), width)
+                lines += _format_option_help(option, _default_of(kind, default, option.path), width)
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -209,7 +209,8 @@ def help_width() -> int:
     return min(100, max(40, shutil.get_terminal_size().columns))
 
 
-def _option_help(option: _Option, default: Any, width: int) -> list[str]:
+def _format_option_help(option: _Option, default: Any, width: int) -> list[str]:
+    """Return the help lines of one option, at most `width` columns wide."""
     head = f"  {_metavar(option)}" if option.positional else f"  --{option.name}"
     if option.kind is bool:
         head += f", --{option.negated_name}" * bool(default)
@@ -217,7 +218,7 @@ def _option_help(option: _Option, default: Any, width: int) -> list[str]:
         head += f" {_metavar(option)}"
     text = " ".join(option.help.split())
     if not any(default is nothing for nothing in (None, False, (), dataclasses.MISSING)):
-        text += f" (default: {_text(default)})"
+        text += f" (default: {_format_default(default)})"
     indent = " " * min(_COLUMN, width // 3)
     body = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
     if len(head) > width:  # many choices
@@ -230,6 +231,7 @@ def _option_help(option: _Option, default: Any, width: int) -> list[str]:
 
 
 def _metavar(option: _Option) -> str:
+    """Return the placeholder for the option's value in the help, such as "N" or "{gloo,nccl}"."""
     if typing.get_origin(option.item_type) is Literal:
         one = "{" + ",".join(map(str, typing.get_args(option.item_type))) + "}"
     elif option.positional:
@@ -242,26 +244,28 @@ def _metavar(option: _Option) -> str:
     return f"[{one} ...]" if counted[-1] is Ellipsis else " ".join([one] * len(counted))
 
 
-def _text(value: Any) -> str:
+def _format_default(value: Any) -> str:
+    """Return a default value as it is written on a command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _take(option: _Option, rest: list[str]) -> list[str]:
-    """Remove from `rest` the words that are the option's values."""
+def _take_values(option: _Option, rest: list[str]) -> list[str]:
+    """Remove the values of `option` from the front of `rest`, the words behind it; return them."""
     given = []
     while rest and not rest[0].startswith("--") and (option.is_list or not given):
         given.append(rest.pop(0))
     return given
 
 
-def _value_of(option: _Option, given: list[str]) -> Any:
+def _parse_value(option: _Option, given: list[str]) -> Any:
+    """Convert the words given for an option to its value. Raises UserError."""
     if option.optional and len(given) == 1 and given[0].lower() == "none":
         return None
     if not given:
-        raise UserError(f"--{option.name} needs a value: {_expected(option)}.")
-    values = tuple(_convert(option, word) for word in given)
+        raise UserError(f"--{option.name} needs a value: {_describe_expected(option)}.")
+    values = tuple(_convert_word(option, word) for word in given)
     if not option.is_list:
         return values[0]
     counted = typing.get_args(option.kind)
@@ -270,7 +274,8 @@ def _value_of(option: _Option, given: list[str]) -> Any:
     return values
 
 
-def _convert(option: _Option, word: str) -> Any:
+def _convert_word(option: _Option, word: str) -> Any:
+    """Convert one word to the option's type. Raises UserError."""
     name = option.name.upper() if option.positional else f"--{option.name}"
     if typing.get_origin(option.item_type) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(option.item_type)}
@@ -280,25 +285,26 @@ def _convert(option: _Option, word: str) -> Any:
     try:
         return option.item_type(word)
     except ValueError:
-        raise UserError(f"{name} is {word!r}; it must be {_expected(option)}.") from None
+        raise UserError(f"{name} is {word!r}; it must be {_describe_expected(option)}.") from None
 
 
-def _expected(option: _Option) -> str:
+def _describe_expected(option: _Option) -> str:
+    """Return which values the option takes, for an error message."""
     if typing.get_origin(option.item_type) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(option.item_type)))
     one = _TYPE_NAMES[option.item_type]
     return f"{one} or several" if option.is_list else one
 
 
-def _guess(given: str, names: Collection[str]) -> str:
-    """Suggest options similar to an unknown name, as the end of a sentence."""
+def _suggest(given: str, names: Collection[str]) -> str:
+    """Return the end of a sentence that names options similar to the unknown name `given`."""
     if found := suggest_options(given, names):
         return f"; did you mean {' or '.join(f'--{option}' for option in found)}?"
     section = [f"--{name}" for name in names if name.startswith(f"{given}.") and not name.startswith(f"{given}.no-")]
     return f": {given} is a section, with the options {', '.join(section)}." if section else "."
 
 
-def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[_Option]) -> Any:
+def _construct(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[_Option]) -> Any:
     """Construct `kind` from the given values and its defaults."""
     required = {}
     for option in options:
@@ -308,16 +314,17 @@ def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options:
                 about = " ".join(option.help.split())
                 raise UserError(f"{name} is missing. {about} {program} --help lists all options.")
             required[option.path[0]] = values.pop(option.path)
-    return _replace(kind(**required), values)
+    return _replace_fields(kind(**required), values)
 
 
-def _replace(instance: Any, values: dict[tuple[str, ...], Any]) -> Any:
+def _replace_fields(instance: Any, values: dict[tuple[str, ...], Any]) -> Any:
     """Copy a dataclass instance with the nested fields at these paths replaced."""
     fields: dict[str, dict[tuple[str, ...], Any]] = {}
     for (first, *rest), value in values.items():
         fields.setdefault(first, {})[tuple(rest)] = value
     changes = {
-        name: below[()] if () in below else _replace(getattr(instance, name), below) for name, below in fields.items()
+        name: below[()] if () in below else _replace_fields(getattr(instance, name), below)
+        for name, below in fields.items()
     }
     return dataclasses.replace(instance, **changes)
 

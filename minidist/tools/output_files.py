@@ -19,7 +19,7 @@ def check_output_files(config: Config) -> None:
 def check_trace_file(config: Config) -> None:
     """Raise UserError if the file that `--trace` names exists already or cannot be written."""
     if (file := config.trace.file) is not None:
-        _check_free("trace", file, file)
+        _check_new_file("trace", file, file)
 
 
 def check_memory_files(config: Config) -> None:
@@ -29,7 +29,7 @@ def check_memory_files(config: Config) -> None:
     if picture.suffix.lower() not in PICTURES:
         raise UserError(f"--memory {picture} must be a picture: give a name that ends in {', '.join(PICTURES)}.")
     for file in (picture, picture.with_suffix(".json")):
-        _check_free("memory", picture, file)
+        _check_new_file("memory", picture, file)
     if config.trace.file == picture.with_suffix(".json"):
         raise UserError(
             f"--memory {picture} writes its numbers to {config.trace.file}, and so does --trace: give one of them "
@@ -37,7 +37,8 @@ def check_memory_files(config: Config) -> None:
         )
 
 
-def _check_free(option: str, given: Path, path: Path) -> None:
+def _check_new_file(option: str, given: Path, path: Path) -> None:
+    """Raise UserError if `path` exists or cannot be written. option, given: the option that names it, its value."""
     if path.exists():
         what = given if path == given else f"{given}: {path}, where its numbers go,"
         whose = {"trace": "the trace", "memory": "the picture"}[option]

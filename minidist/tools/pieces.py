@@ -65,11 +65,11 @@ class SymbolReplacements:
             raise UserError(
                 f"{symbol} uses super() or variables around it, and its replacement does not (or the reverse)"
             )
-        if isinstance(old, type) and old.__bases__ != _bases_in(module, new, also_replaced):
+        if isinstance(old, type) and old.__bases__ != _resolve_bases(module, new, also_replaced):
             bases = [", ".join(base.__name__ for base in each.__bases__) for each in (old, new)]
             raise UserError(f"{symbol} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
-        self._originals.setdefault(symbol, _contents(old))
-        _set_contents(old, _contents(new), new)
+        self._originals.setdefault(symbol, _get_contents(old))
+        _set_contents(old, _get_contents(new), new)
 
     def restore_symbols(self, symbol: str | None = None) -> list[str]:
         """Restore the original of `symbol`, or of all replaced symbols if it is None; return the restored names."""
@@ -91,7 +91,7 @@ def read_symbol_source(symbol: str) -> str:
 
 
 def _find_symbol(name: str) -> tuple[ModuleType, Any, str]:
-    """The module, the owner of the symbol (the module or a class in it), and the symbol's own name."""
+    """Return the symbol's module, its owner (the module or a class in it), and its own name."""
     module_name, _, path = name.partition(":")
     if not path:
         raise UserError(f"{name!r} is not a symbol; write module:symbol, like minidist.data.partition:block_partition")
@@ -149,25 +149,30 @@ def _define(
     return _unwrap(new)
 
 
-def _bases_in(module: ModuleType, new: type, also_replaced: Collection[str]) -> tuple[type, ...]:
-    """The bases of a new class; for one that another call replaces, the module's class, whose contents that changes."""
+def _resolve_bases(module: ModuleType, new: type, also_replaced: Collection[str]) -> tuple[type, ...]:
+    """Return the base classes of `new`; for a base that another call replaces, the module's class of that name.
+
+    The other call changes the contents of the module's class.
+    """
     return tuple(vars(module)[base.__name__] if base.__name__ in also_replaced else base for base in new.__bases__)
 
 
 def _unwrap(value: Any) -> Any:
-    """The function inside a static method, class method or property getter."""
+    """Return the function inside a static method, class method or property."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
 
 
-def _contents(value: FunctionType | type) -> dict[str, Any]:
+def _get_contents(value: FunctionType | type) -> dict[str, Any]:
+    """Return the parts of a function or class that a replacement exchanges, by name."""
     if isinstance(value, type):
         return {key: item for key, item in vars(value).items() if key not in _KEPT}
     return {part: getattr(value, part) for part in _FUNCTION_PARTS}
 
 
 def _set_contents(target: FunctionType | type, contents: dict[str, Any], source: Any) -> None:
+    """Give a function or class these contents. source: the new definition from which they are taken."""
     if isinstance(target, FunctionType):
         for part, item in contents.items():
             setattr(target, part, dict(item) if isinstance(item, dict | MappingProxyType) else item)
@@ -175,12 +180,15 @@ def _set_contents(target: FunctionType | type, contents: dict[str, Any], source:
     for key in [key for key in vars(target) if key not in _KEPT and key not in contents]:
         delattr(target, key)
     for key, item in contents.items():
-        _adopt(item, source, target)
+        _rebind_super(item, source, target)
         setattr(target, key, item)
 
 
-def _adopt(item: Any, born_in: type, home: type) -> None:
-    """Point the `__class__` cells of methods that use `super()` to the class that now owns them."""
+def _rebind_super(item: Any, born_in: type, home: type) -> None:
+    """Point the `__class__` cells of methods that use `super()` from class `born_in` to class `home`.
+
+    item: an attribute of the class.
+    """
     parts = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (_unwrap(item),)
     for function in parts:
         for cell in getattr(function, "__closure__", None) or ():

@@ -72,6 +72,7 @@ def is_backend_reference(tensor: Tensor) -> bool:
 
 
 def _make_backend_reference(tensor: Tensor) -> Tensor:
+    """Return a new tensor object for the caller's memory, which the backend may keep."""
     reference = tensor.detach()
     _BACKEND_REFERENCES[id(reference)] = reference
     return reference
@@ -89,6 +90,7 @@ class _InnerGroup:
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:
+    """Wait for `work`, which the backend limits to `timeout`; zero: its own limit."""
     return work.wait(timeout) if timeout else work.wait()
 
 
@@ -103,6 +105,7 @@ class _RecordedWork(dist.Work):
         self._wait = wait
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the operation, as `dist.Work.wait` does; report and record the wait."""
         self._status.on_wait(*self._at)
         try:
             done = self._wait(self._work, timeout)
@@ -189,9 +192,11 @@ class RecordingGroup(dist.ProcessGroup):
         detail: str = "",
         **count,
     ) -> dist.Work:
-        """Record `name` once per tensor in `counted`, with `numel` elements if given instead of the tensor's own.
+        """Record an operation and start it by `call`; return a work handle whose wait is recorded, too.
 
-        detail: what all ranks must agree on besides name, elements and dtype.
+        name: of the operation. counted: one record is made for each of these tensors. numel: elements of a record;
+        None: the tensor's own. channel: None for the group's collectives. detail: what must be equal on all ranks
+        besides name, elements and dtype. count: further arguments of `Meter.record`.
         """
         channel = channel or Channel("collective", self._recorded_name, self.ranks)
         signature = f"{name} {detail}".rstrip()
@@ -217,7 +222,8 @@ class RecordingGroup(dist.ProcessGroup):
         at = (channel, seq, signature, shape, dtype)
         return work and _RecordedWork(work, self._status, self._meter, at, record, self._wait)
 
-    def _root(self, opts) -> dict:
+    def _make_root_arguments(self, opts) -> dict:
+        """Return the arguments of `_run` for an operation with a root."""
         return {"root": opts.rootRank, "detail": f"root {self.ranks[opts.rootRank]}"}
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
@@ -245,14 +251,18 @@ class RecordingGroup(dist.ProcessGroup):
 
         Returns a `dist.Work`.
         """
-        return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._root(opts))
+        return self._run(
+            "broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._make_root_arguments(opts)
+        )
 
     def reduce(self, tensors, opts=c10d.ReduceOptions()):
         """Reduce `tensors` to group rank `opts.rootRank` through the inner group; record a "reduce" for each tensor.
 
         Returns a `dist.Work`.
         """
-        return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._root(opts))
+        return self._run(
+            "reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._make_root_arguments(opts)
+        )
 
     def barrier(self, opts=c10d.BarrierOptions()):
         """Run the inner group's barrier and record a "barrier" of 0 bytes. Returns a `dist.Work`."""
@@ -363,18 +373,23 @@ class RecordingGroup(dist.ProcessGroup):
 
         outputs: on the root, one list with a tensor per rank. Returns a `dist.Work`.
         """
-        return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), **self._root(opts))
+        return self._run(
+            "gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), **self._make_root_arguments(opts)
+        )
 
     def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
         """Send a tensor of `inputs` of rank `opts.rootRank` to each rank through the inner group; record a "scatter".
 
         inputs: on the root, one list with a tensor per group rank. Returns a `dist.Work`.
         """
-        return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), **self._root(opts))
+        return self._run(
+            "scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), **self._make_root_arguments(opts)
+        )
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int, call) -> dist.Work:
+        """Record and start a "send" or "recv" with group rank `peer`; return its work handle."""
         channel = Channel(kind, self._recorded_name, self.ranks, self.ranks[peer], tag)
         return self._run(kind, tensors, call, channel=channel)
 

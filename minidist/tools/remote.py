@@ -48,9 +48,10 @@ class RemoteFolder:
 
     def complete_steps(self) -> list[int]:
         """Return the steps whose remote checkpoint is complete, ascending; [] if the remote folder does not exist."""
-        return [step for step in self._all_steps() if self._files.exists(self._path(step, INDEX_NAME))]
+        return [step for step in self._list_steps() if self._files.exists(self._path(step, INDEX_NAME))]
 
-    def _all_steps(self) -> list[int]:
+    def _list_steps(self) -> list[int]:
+        """Return the steps of all remote checkpoints, complete or not, ascending."""
         self._files.invalidate_cache()
         if not self._files.exists(self._root):
             return []
@@ -98,7 +99,7 @@ class RemoteFolder:
         """
         complete = self.complete_steps()
         kept = {*complete[-keep:], *(step for step in complete if keep_every and step % keep_every == 0)}
-        for step in self._all_steps():
+        for step in self._list_steps():
             if step not in kept:
                 self.delete(step)
 
@@ -109,6 +110,7 @@ class RemoteFolder:
                 self._files.rm(path, recursive=True)
 
     def _path(self, step: int, *names: str) -> str:
+        """Return the remote path of a checkpoint, or of a file in it."""
         return "/".join([self._root.rstrip("/"), folders.checkpoint_folder(Path(), step).name, *names])
 
 
@@ -139,7 +141,8 @@ def fetch_newer_checkpoint(config: Config) -> str | None:
                 notes.append(str(error))
     except Exception as error:
         raise UserError(
-            f"--checkpoint.remote {how.remote} cannot be read: {_describe(error)}. Give another one, or leave it out."
+            f"--checkpoint.remote {how.remote} cannot be read: {_format_error(error)}. "
+            "Give another one, or leave it out."
         ) from error
     return "; ".join(notes) or None
 
@@ -164,7 +167,7 @@ class CheckpointUploader(Observer):
         self._folder, self._is_first = trainer.folder, trainer.world.rank == 0
         if self._is_first:
             self._delete_links()
-            self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
+            self._thread = threading.Thread(target=self._run_uploads, name="checkpoint-upload", daemon=True)
             self._thread.start()
 
     def before_step(self, trainer: Trainer) -> None:
@@ -182,7 +185,7 @@ class CheckpointUploader(Observer):
             step = folders.parse_step(path)
             links = self._folder / f"upload-{step:08d}"
             shutil.rmtree(links, ignore_errors=True)
-            shutil.copytree(path, links, copy_function=_link)
+            shutil.copytree(path, links, copy_function=_link_or_copy)
             with self._changed:
                 if self._waiting is not None:
                     shutil.rmtree(self._waiting[1], ignore_errors=True)
@@ -204,10 +207,12 @@ class CheckpointUploader(Observer):
             self._delete_links()
 
     def _delete_links(self) -> None:
+        """Delete the folders of hard links to checkpoints."""
         for links in self._folder.glob("upload-*"):
             shutil.rmtree(links, ignore_errors=True)
 
-    def _run(self) -> None:
+    def _run_uploads(self) -> None:
+        """Upload queued checkpoints, in a thread of its own, until `close`."""
         while True:
             with self._changed:
                 self._is_uploading = False
@@ -221,18 +226,20 @@ class CheckpointUploader(Observer):
                 self._remote.prune(self._config.keep, self._config.keep_every)
             except Exception as error:
                 self._failures.put(
-                    f"the checkpoint of step {step} was not copied to {self._remote.url}: {_describe(error)}. The run "
-                    "goes on, and tries again after the next save."
+                    f"the checkpoint of step {step} was not copied to {self._remote.url}: {_format_error(error)}. "
+                    "The run goes on, and tries again after the next save."
                 )
             shutil.rmtree(links, ignore_errors=True)
 
 
-def _link(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
+    """Make a hard link, or a copy on a file system without hard links."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, target)
 
 
-def _describe(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
+    """Return the exception's class and message as one text."""
     return f"{type(error).__name__}: {error}".rstrip(". ")

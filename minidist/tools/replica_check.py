@@ -1,8 +1,8 @@
 """The observer that compares replicas: which tensors are replicated, and what a run does when they differ.
 
-Replicas that train separately (modes local, diloco and gossip) differ between merges: then only the ranks inside a
-replica are compared. What a merge has made equal is compared over all replicas before the next step, and DiLoCo's outer
-states, which only merges change, in every check.
+Replicas that train separately (modes local, diloco and gossip) differ between averagings: then only the ranks inside a
+replica are compared. Tensors that an averaging has made equal are compared over all replicas before the next step, and
+DiLoCo's outer states, which only averagings change, in every check.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from minidist.train.trainer import Trainer
 class ReplicaCheckObserver(Observer):
     """Observer that compares the replicas every `fault.digest_every` steps and before every checkpoint.
 
-    If replicas train separately, the masters of each fragment are also compared after its first merge at or after such
-    a step. A run whose replicas differ ends with a RunError, or goes on if `fault.repair` could make them equal.
+    If replicas train separately, the masters of each fragment are also compared after its first averaging at or after
+    such a step. A run whose replicas differ ends with a RunError, or goes on if `fault.repair` could make them equal.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -56,8 +56,9 @@ class ReplicaCheckObserver(Observer):
 def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
     """Yield this rank's parameters, master weights, optimizer states and buffers, each with the ranks that hold it.
 
-    With ZeRO, a shard has replicas in other shard groups only. ZeRO 3 has no full parameters between steps. If replicas
-    train separately: what is equal in all of them now has replicas in all of them, everything else only in its own.
+    With ZeRO, a shard has replicas in other shard groups only. ZeRO-3 has no full parameters between steps. If replicas
+    train separately, a tensor that is equal in all replicas now is compared over all of them, any other within its own
+    replica.
     """
     reducer, states, merger = engine.reducer, engine.optimizer.state, engine.merger
 
@@ -84,7 +85,7 @@ def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
 
 
 def _ranks_in_all_replicas(engine: Engine, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks at the places of `ranks`, which are of one replica, in all replicas; ascending."""
+    """Return, for ranks of one replica, the ranks with the same coordinates in all replicas; ascending."""
     mesh, num_replicas = engine.groups.mesh, engine.groups["outer"].size
     size = mesh.dp // num_replicas  # data-parallel ranks of a replica
     places = [mesh.coords(rank) for rank in ranks]

@@ -97,14 +97,14 @@ class ReplicaCheck:
         for entry, digest in zip(replicated, compute_digests(entry.tensor for entry in replicated), strict=True):
             digests[_hash_text(str(entry.ranks))][entry.name] = digest
         seen: dict[int, set[int]] = defaultdict(set)
-        for key, digest in self._gather({key: _combine(of_key) for key, of_key in digests.items()}):
+        for key, digest in self._gather_digests({key: _combine_digests(of_key) for key, of_key in digests.items()}):
             seen[key].add(digest)
         unequal = {key for key, values in seen.items() if len(values) > 1}
         if not unequal:
             self.last_equal_step = step
             return []
         details = all_gather_object({key: digests[key] for key in unequal & digests.keys()}, self._group)
-        return _compare(details)
+        return _find_differing_tensors(details)
 
     def repair(self, differences: Sequence[ReplicaDifference], tensors: Iterable[ReplicatedTensor]) -> None:
         """Collective: overwrite every wrong replica with a healthy one. `healthy_rank` must not be None."""
@@ -123,7 +123,7 @@ class ReplicaCheck:
                     recv(copy, difference.healthy_rank, self._group)
                     tensor.copy_(copy.view(tensor.dtype).view(tensor.shape))
 
-    def _gather(self, digests: dict[int, int]) -> list[list[int]]:
+    def _gather_digests(self, digests: dict[int, int]) -> list[list[int]]:
         """Collective: gather the pairs (set of ranks, digest) of all ranks."""
         device = self._group.world.control_device
         width = torch.tensor([len(digests)], device=device)
@@ -153,7 +153,11 @@ def format_differences(differences: Sequence[ReplicaDifference], limit: int = 4)
     return "; ".join(parts[:limit]) + (f"; and {len(parts) - limit} more" if len(parts) > limit else "")
 
 
-def _compare(details: Sequence[dict[int, dict[str, int]]]) -> list[ReplicaDifference]:
+def _find_differing_tensors(details: Sequence[dict[int, dict[str, int]]]) -> list[ReplicaDifference]:
+    """Return the tensors whose digests differ between their replicas.
+
+    details: of each rank, {set of ranks: {name: digest}}.
+    """
     # details: of each rank, its digests by set of ranks and name
     found = []
     for key in sorted(set().union(*details)):
@@ -169,9 +173,11 @@ def _compare(details: Sequence[dict[int, dict[str, int]]]) -> list[ReplicaDiffer
     return found
 
 
-def _combine(digests: dict[str, int]) -> int:
+def _combine_digests(digests: dict[str, int]) -> int:
+    """Return one 64-bit digest of several, by name; independent of their order."""
     return sum(mix_int(_hash_text(name) ^ mix_int(digest)) for name, digest in digests.items()) & _MASK64
 
 
 def _hash_text(text: str) -> int:
+    """Return a 64-bit hash of a text, equal in all processes."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

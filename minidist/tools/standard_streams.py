@@ -26,6 +26,7 @@ class _OutputFile(io.FileIO):
         self._drops = drops
 
     def write(self, data) -> int | None:
+        """Write bytes; if that fails, remember the error and raise it, or drop the bytes."""
         try:
             return super().write(data)
         except OSError as error:
@@ -39,6 +40,7 @@ class _OutputFile(io.FileIO):
 
 
 def _note_failure(fd: int, error: OSError) -> None:
+    """Say on the other one of standard output and standard error that writes to `fd` fail."""
     note = f"{_NAMES.get(fd, 'the output')} cannot be written: {error.strerror or error}. What is printed there is lost"
     with contextlib.suppress(OSError):
         os.write(1 if fd == 2 else 2, f"{note}; the program goes on.\n".encode())
@@ -53,6 +55,7 @@ def open_dropping_stream(fd: int, encoding: str = "utf-8") -> TextIO:
 
 
 def _open_stream(file: _OutputFile, encoding: str, line_buffering: bool = True) -> TextIO:
+    """Return a text stream on `file`. Characters that `encoding` lacks are written as escapes."""
     buffer = io.BufferedWriter(file)
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=line_buffering)
 

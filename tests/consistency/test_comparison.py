@@ -17,7 +17,7 @@ from minidist.tools.consistency.comparison import (
     simulate_phases,
     with_message_times,
 )
-from minidist.tools.consistency.comparison_options import ConsistencyOptions, resolve_options
+from minidist.tools.consistency.comparison_options import ConsistencyOptions, plan_modes
 from tests.helpers.small_run import with_changes, write_text
 
 matplotlib.use("Agg")
@@ -130,7 +130,7 @@ def test_one_rank_is_equal_in_all_modes(tmp_path):
 def virtual(mode, compute_s, steps=4, h=2, bytes_per_s=1e6):
     """The configuration of a mode, and its phases for these durations of a step."""
     options = ConsistencyOptions(modes=(mode,), ranks=len(compute_s), steps=steps, h=(h,) if mode in USES_H else None)
-    [mode], _ = resolve_options(options)
+    [mode], _ = plan_modes(options)
     durations = with_message_times(Durations(compute_s, [0.0] * len(compute_s)), mode.config, bytes_per_s)
     return mode.config, simulate_phases(mode.config, durations, bytes_per_s)
 
@@ -212,4 +212,4 @@ def test_what_cannot_be_compared_is_refused(changes, message):
             value = Path(value) if name in ("plot", "json") else value
             options = dataclasses.replace(options, **{name: value})
     with pytest.raises(UserError, match=message):
-        resolve_options(options)
+        plan_modes(options)

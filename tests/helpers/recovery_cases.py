@@ -127,7 +127,7 @@ def train_script(world, config, script: Script) -> dict:
 
     def restore_or_die(self, trainer):
         due = [k for k in script.kills if k.phase == "restore" and k.member == world.member]
-        if due and self.is_after_failure:
+        if due and self.has_changed_ranks:
             _die()
         return restore(self, trainer)
 

@@ -45,7 +45,7 @@ def main(options: ChaosOptions) -> int:
 
     Raises UserError for invalid options.
     """
-    _check(options)
+    _check_options(options)
     start_s = time.monotonic()
     outcomes: list[tuple[Trial, Outcome]] = []
     preload = ("torch._dynamo", "safetensors.torch", "minidist.tools.chaos.trial")
@@ -55,7 +55,7 @@ def main(options: ChaosOptions) -> int:
             trial = draw_trial(options.seed, number, options.ranks)
             outcome = runner.run_trial(trial)
             outcomes.append((trial, outcome))
-            print(*_describe(trial, outcome, options), sep="\n", flush=True)
+            print(*_format_outcome(trial, outcome, options), sep="\n", flush=True)
             if options.json is not None:
                 options.json.write_text(format_json(options, outcomes))
     failed = sum(bool(outcome.problems) for _, outcome in outcomes)
@@ -65,7 +65,7 @@ def main(options: ChaosOptions) -> int:
 
 
 def _repeat_command(trial: Trial, options: ChaosOptions) -> str:
-    """The command that runs one trial again."""
+    """Return the command line that runs `trial` again."""
     ranks = " ".join(map(str, options.ranks))
     return f"minidist chaos --seed {options.seed} --first {trial.number} --trials 1 --ranks {ranks}"
 
@@ -107,7 +107,8 @@ def format_json(options: ChaosOptions, outcomes: list[tuple[Trial, Outcome]]) ->
     return json.dumps({"seed": options.seed, "ranks": list(options.ranks), "trials": rows}, indent=1) + "\n"
 
 
-def _describe(trial: Trial, outcome: Outcome, options: ChaosOptions) -> list[str]:
+def _format_outcome(trial: Trial, outcome: Outcome, options: ChaosOptions) -> list[str]:
+    """Return the lines about one trial: how it ended, and for a failed trial the problems and a command."""
     where = f"from step {outcome.resumed_step}" if outcome.resumed_step else "from the start"
     verdict = "FAILED" if outcome.problems else f"ok, resumed {where}, losses differ by {outcome.difference:.0e}"
     lines = [f"{trial.number:>4}  {trial}: {verdict} ({outcome.seconds:.1f} s)"]
@@ -118,6 +119,7 @@ def _describe(trial: Trial, outcome: Outcome, options: ChaosOptions) -> list[str
 
 
 def _open_folder(keep: Path | None) -> contextlib.AbstractContextManager:
+    """Return a context manager for the folder of all runs: `keep`, or a temporary one if that is None."""
     if keep is None:
         return tempfile.TemporaryDirectory(prefix="minidist-chaos-")
     try:
@@ -127,7 +129,8 @@ def _open_folder(keep: Path | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext(keep)
 
 
-def _check(options: ChaosOptions) -> None:
+def _check_options(options: ChaosOptions) -> None:
+    """Raise UserError for options out of range, before any trial runs."""
     if options.trials < 1 or options.first < 0:
         raise UserError(
             f"--trials is {options.trials}, --first {options.first}: give at least 1 trial, and a first from 0."

@@ -64,6 +64,7 @@ class FaultInjector(Observer):
             self._on_phase(_PHASE_OF_SPAN[name], self._step)
 
     def _on_phase(self, phase: str, step: int) -> None:
+        """Inject the fault if `phase` of step number `step` is its phase and its time has come."""
         fault, engine = self._fault, self._trainer and self._trainer.engine
         if engine is None or phase != fault.phase or step < fault.step or (self._injected and fault.kind != "slow"):
             return
@@ -84,6 +85,7 @@ class FaultInjector(Observer):
         hook = parameter.register_hook(lambda gradient: hook.remove() or gradient * float("nan"))
 
     def _print(self, line: str) -> None:
+        """Print a line on stderr, with this rank in front."""
         print(f"rank {self._fault.rank}: {line}", file=sys.stderr, flush=True)
 
 
@@ -95,6 +97,7 @@ class _InjectingMeter(TimedMeter):
         self._injector = injector
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
+        """Report the begin of the span to the injector; then record it as `TimedMeter` does."""
         self._injector.on_span(name, attributes)
         return super().span(name, **attributes)
 
@@ -116,9 +119,9 @@ def execute_fault(
     elif fault.kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif fault.kind == "flip":
-        flip_bit_of_first_element(_largest(parameters()))
+        flip_bit_of_first_element(_largest_tensor(parameters()))
     else:
-        _largest(gradients()).view(-1)[0] = math.nan
+        _largest_tensor(gradients()).view(-1)[0] = math.nan
 
 
 def flip_bit_of_first_element(tensor: Tensor, bit_from_highest: int = _FLIPPED_BIT) -> None:
@@ -129,6 +132,7 @@ def flip_bit_of_first_element(tensor: Tensor, bit_from_highest: int = _FLIPPED_B
     )  # in memory, the byte with the sign is the last
 
 
-def _largest(tensors: Mapping[str, Tensor | None]) -> Tensor:
+def _largest_tensor(tensors: Mapping[str, Tensor | None]) -> Tensor:
+    """Return the tensor with the most elements, without its autograd history; None entries are skipped."""
     # `.data`: unlike one through `detach`, a change of memory that autograd does not notice, as faults are
     return max((t.data for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())

@@ -44,20 +44,24 @@ class _LossAndNoteRecorder(Observer):
         self._file: MetricsFile | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        """On rank 0, open metrics.jsonl in the run folder."""
         self.resumed_from = trainer.resumed_from
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
             self._file.write_row(make_start_row(trainer))
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """On rank 0, write the loss of the step."""
         if self._file is not None:
             self._file.write_row({"step": trainer.progress.step, "loss": result.loss})
 
     def on_note(self, line: str) -> None:
+        """On rank 0, print the note."""
         if self._file is not None:
             print(line, flush=True)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        """Add the checkpoint from which the run was resumed to the summary."""
         summary["resumed_from"] = self.resumed_from
 
 
@@ -70,6 +74,7 @@ def _train_rank(world: World, config: Config) -> dict[str, Any]:
 
 
 def _make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter | None]:
+    """Return the observers of a trial's run, and the meter that injects its fault (None without one)."""
     if config.fault.inject is None:
         return [_LossAndNoteRecorder()], None
     injector = FaultInjector(parse_fault(config.fault.inject))
@@ -128,7 +133,7 @@ class TrialRunner:
         start_s, outcome = time.monotonic(), Outcome()
         folder = self._folder / f"trial-{trial.number}"
         try:
-            self._run(trial, folder, outcome)
+            self._run_and_check(trial, folder, outcome)
         except (RunError, UserError) as error:
             outcome.problems.append(f"the resumed run failed: {error}")
         outcome.seconds = time.monotonic() - start_s
@@ -136,7 +141,8 @@ class TrialRunner:
             shutil.rmtree(folder)
         return outcome
 
-    def _run(self, trial: Trial, folder: Path, outcome: Outcome) -> None:
+    def _run_and_check(self, trial: Trial, folder: Path, outcome: Outcome) -> None:
+        """Run and resume a trial in `folder`; fill in `outcome`."""
         first, second = self.reference_losses(trial.layout), self.reference_losses(trial.resumed_layout)
         config = make_config(trial.layout, self._text, folder, trial)
         pids = self._run_with_fault(trial, config, outcome)
@@ -157,7 +163,7 @@ class TrialRunner:
         if summary["resumed_from"] != checkpoints.get(newest):
             outcome.problems.append(f"resumed from {summary['resumed_from']}, not from {checkpoints.get(newest)}")
         losses = read_losses(run) | {STEPS + 1: summary["held_out_loss"]}
-        outcome.problems += self._compare(trial, newest, losses, first, second, outcome)
+        outcome.problems += self._check_losses(trial, newest, losses, first, second, outcome)
         outcome.problems += find_leftover_resources(run, [*pids, *job.pids])
         if run != folder:
             shutil.rmtree(run)
@@ -190,10 +196,13 @@ class TrialRunner:
             outcome.problems.append(f"{problem}: {failure or output or 'the run went on'}")
         return sorted(all_pids)
 
-    def _compare(
+    def _check_losses(
         self, trial: Trial, resumed: int, losses: dict[int, float], first: dict, second: dict, outcome: Outcome
     ) -> list[str]:
-        """Compare the losses of a run with its references: `first` up to step `resumed`, then `second`."""
+        """Compare the losses of a run with `first` up to step `resumed`, then with `second`; return the problems.
+
+        losses, first, second: by step. outcome: gets the largest difference.
+        """
         # Fewer ranks sum in another order, so after a live recovery the losses of the run itself differ by roundings.
         same, problems = trial.layout == trial.resumed_layout and not trial.live_recovery, []
         last_exact = 0 if trial.live_recovery else resumed
@@ -215,7 +224,7 @@ class TrialRunner:
 
 
 def _check_end(trial: Trial, failure: Exception | None, was_stopped: bool, output: str) -> str | None:
-    """Return what is wrong with the end of a run with a fault: None if it ended as it should."""
+    """Return what is wrong with how a run with a fault ended, as text; None if it ended as it should."""
     fault, text = trial.fault, str(failure)
     if trial.live_recovery:
         went_on = failure is None and f"rank {fault.rank} (process " in output and "s after the failure" in output

@@ -1,4 +1,4 @@
-"""Consistency measured, in one process and on a virtual clock.
+"""Synchronization modes, measured on live ranks, and simulated in one process.
 
 `clock` runs the workers and the server of `minidist.simple.consistency`, `virtual_run` trains a model with them, and
 `delay` compares the largest stable learning rate of delayed gradient descent with theory. `sharded` has a server per

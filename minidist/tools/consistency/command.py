@@ -1,4 +1,4 @@
-"""`minidist consistency`: trains one model in every mode of consistency, and prints, draws and writes what each costs.
+"""`minidist consistency`: trains one model in every synchronization mode, and prints, draws and writes what each costs.
 
 `comparison_options` checks the options, `comparison` measures a mode, `comparison_picture` draws.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from minidist.config import Config
 from minidist.errors import format_count
-from minidist.tools.consistency.comparison_options import ConsistencyOptions, resolve_options
+from minidist.tools.consistency.comparison_options import ConsistencyOptions, plan_modes
 
 if TYPE_CHECKING:
     from minidist.tools.consistency.comparison import Measurement
@@ -26,7 +26,7 @@ def main(options: ConsistencyOptions) -> int:
 
     Raises UserError for invalid options, before anything runs.
     """
-    modes, compute_s = resolve_options(options)
+    modes, compute_s = plan_modes(options)
     from minidist.tools.consistency.clock import Durations
     from minidist.tools.consistency.comparison import PRELOAD, measure_mode
     from minidist.tools.launch import RankServer
@@ -42,7 +42,7 @@ def main(options: ConsistencyOptions) -> int:
             print(format_row(found, measurements[0]), flush=True)
             if options.json is not None:
                 options.json.write_text(format_json(options, measurements))
-    print("", *_notes(), sep="\n")
+    print("", *_format_notes(), sep="\n")
     if options.plot is not None:
         from minidist.tools.consistency.comparison_picture import draw_comparison
 
@@ -58,8 +58,8 @@ def half_range(values: Sequence[float]) -> float:
 def format_header() -> list[str]:
     """Return the two header lines of the table whose rows `format_row` formats."""
     return [
-        _line("", "held-out loss", "to first", "sent per", "virtual clock", "live ranks", "", ""),
-        _line("mode", "mean, spread", "row", "rank", "run, waiting", "step, waiting", "drift", "staleness"),
+        _format_columns("", "held-out loss", "to first", "sent per", "virtual clock", "live ranks", "", ""),
+        _format_columns("mode", "mean, spread", "row", "rank", "run, waiting", "step, waiting", "drift", "staleness"),
     ]
 
 
@@ -81,7 +81,7 @@ def format_row(found: "Measurement", first: "Measurement") -> str:
     if found.staleness:
         mean_staleness = sum(k * n for k, n in found.staleness.items()) / found.staleness.total()
         stale = f"{mean_staleness:.1f}, max {max(found.staleness)}"
-    return _line(
+    return _format_columns(
         found.mode.name,
         f"{mean:.4f} {half_range(losses):.4f}",
         "" if found is first else f"{change:+.2%}",
@@ -93,12 +93,14 @@ def format_row(found: "Measurement", first: "Measurement") -> str:
     )
 
 
-def _line(name: str, *cells: str) -> str:
+def _format_columns(name: str, *cells: str) -> str:
+    """Return a line of the table. name: of the mode. cells: one text per column."""
     widths = (16, 10, 10, 15, 15, 10, 13)
     return (f"{name:<18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
 
 
 def _format_bytes(count: float) -> str:
+    """Return a number of bytes as text with a decimal unit, such as "1.50 MB"."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.2f} {name}"
@@ -106,6 +108,7 @@ def _format_bytes(count: float) -> str:
 
 
 def _describe_comparison(options: ConsistencyOptions, config: Config) -> list[str]:
+    """Return the lines that say what is compared: ranks, model, text, steps, and the simulated times."""
     train, data = config.train, config.data
     text = data.path or data.source
     slow = f", slow {' '.join(options.slow)}" if options.slow else ""
@@ -118,7 +121,8 @@ def _describe_comparison(options: ConsistencyOptions, config: Config) -> list[st
     ]
 
 
-def _notes() -> list[str]:
+def _format_notes() -> list[str]:
+    """Return the notes that explain the columns of the table, wrapped to its width."""
     notes = (
         "held-out loss in nats per token; its spread is half the range over the seeds.",
         "sent per rank: by the busiest rank, in all steps. Counted on live ranks; modelled for asynchronous and stale, "

@@ -1,4 +1,4 @@
-"""Measure one mode of consistency: its training runs on live ranks or on the virtual clock, and its time on the clock.
+"""Measure one synchronization mode: its training runs, on live ranks or in simulated time, and its simulated time.
 
 `command` compares several modes. All ranks hold a full replica of the model: the mesh has data parallelism only.
 """
@@ -34,12 +34,12 @@ PRELOAD = ("torch._dynamo", "safetensors.torch", __name__)
 class Measurement:
     """The measured cost and final loss of one mode. Bytes and times are those of training steps, without evaluation.
 
-    held_out_losses: in nats per token, by seed. sent_bytes: by rank, counted on live ranks, modelled on the virtual
-    clock. expected_bytes: by rank, modelled by `minidist estimate`; None on the virtual clock. phases: by rank, what it
-    did on the virtual clock. step_s, waited_s: on live ranks, the mean duration of a step and of its waits, over all
-    ranks and seeds. drifts: by seed, the replicas' `rms_distance_from_mean` after h - 1
-    local steps of every round, or the same measure of the parameters that the asynchronous workers compute with.
-    staleness: number of updates by their staleness, over all seeds; empty on live ranks.
+    held_out_losses: in nats per token, by seed. sent_bytes: by rank, counted on live ranks, modelled in simulated runs.
+    expected_bytes: by rank, modelled by `minidist estimate`; None in simulated runs. phases: by rank, its activities in
+    simulated time. step_s, waited_s: on live ranks, the mean duration of a step and of its waits, over all ranks and
+    seeds. drifts: by seed, the replicas' `rms_distance_from_mean` after h - 1 local steps of every round, or the same
+    measure of the parameters that the asynchronous workers compute with. staleness: number of updates by their
+    staleness, over all seeds; empty on live ranks.
     """
 
     mode: Mode
@@ -56,9 +56,9 @@ class Measurement:
 def measure_mode(
     mode: Mode, durations: Durations, bytes_per_s: float, seeds: int, server: RankServer, folder: Path
 ) -> Measurement:
-    """Train with a mode once per seed; return what it cost.
+    """Train in one synchronization mode, once per seed; return its cost and held-out losses.
 
-    durations: the seconds of each rank's step on the virtual clock; the durations of messages are replaced by the
+    durations: the simulated seconds of each rank's step; the durations of messages are replaced by the
     messages' bytes over bytes_per_s. The asynchronous modes have their server on rank `consistency.server`. seeds: the
     number of seeds, from `train.seed` on. folder: for temporary files.
     """
@@ -94,6 +94,7 @@ def run_on_live_ranks(config: Config, ranks: int, server: RankServer, folder: Pa
 
 
 def _measure_virtual_run(measurement: Measurement, config: Config, durations: Durations, server: RankServer) -> None:
+    """Train with asynchronous workers in simulated time, in one process; add the results to `measurement`."""
     arguments = config, durations, measurement.mode.bound
     result = server.run(_train_virtually, 1, arguments, backend=None, threads=1).values[0]
     measurement.held_out_losses.append(result["held_out_loss"])
@@ -101,11 +102,12 @@ def _measure_virtual_run(measurement: Measurement, config: Config, durations: Du
     measurement.staleness.update(result["staleness"])
     measurement.phases = result["phases"]
     ranks, at = len(durations.compute_s), config.consistency.server
-    message, steps = _parameter_bytes(config), config.train.steps
+    message, steps = _message_bytes(config), config.train.steps
     measurement.sent_bytes = [steps * message * (ranks - 1 if rank == at else 1) for rank in range(ranks)]
 
 
 def _train_virtually(_world: World, config: Config, durations: Durations, bound: int | None) -> dict:
+    """Train with asynchronous workers in this process; return the results that another process needs."""
     torch.manual_seed(config.train.seed)  # of dropout
     run = train_on_virtual_clock(config, durations, bound, measure_drift=True)
     return {
@@ -135,10 +137,12 @@ class StepRecorder(Observer):
         self._before = 0, 0.0
 
     def before_step(self, trainer: Trainer) -> None:
+        """Note the bytes sent and the time waited so far."""
         meter = trainer.groups.meter
         self._before = meter.total_wire_bytes, meter.waited_s
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Collective: add the bytes and times of the step; before a synchronization, measure the drift."""
         meter, config = trainer.groups.meter, trainer.config
         self.sent_bytes += meter.total_wire_bytes - self._before[0]
         self._waited_s += meter.waited_s - self._before[1]
@@ -160,7 +164,7 @@ class StepRecorder(Observer):
 
 
 def modelled_sent_bytes(config: Config, ranks: int) -> list[int]:
-    """Return the bytes that each rank sends in all steps and merges of a run, as `minidist estimate` models them."""
+    """Return the bytes that each rank sends in all steps of a run, averaging included, by `minidist estimate`."""
     steps, how = config.train.steps, config.consistency
     merges = steps // how.h if how.merges_replicas else 0
     costs = estimate(config, ranks).ranks
@@ -177,10 +181,12 @@ def modelled_sent_bytes(config: Config, ranks: int) -> list[int]:
 
 
 def _with_consistency(config: Config, **changes) -> Config:
+    """Return `config` with changed options of the section `consistency`."""
     return dataclasses.replace(config, consistency=dataclasses.replace(config.consistency, **changes))
 
 
-def _parameter_bytes(config: Config) -> int:
+def _message_bytes(config: Config) -> int:
+    """Return the bytes of a message that holds all parameters or all gradients."""
     return config.model.num_parameters() * (8 if config.precision.policy == "fp64" else 4)
 
 
@@ -190,13 +196,13 @@ def with_message_times(durations: Durations, config: Config, bytes_per_s: float)
     bytes_per_s: the bandwidth of the link. A message holds all parameters, or all gradients; the messages of the
     server's own worker take no time.
     """
-    transfer_s = [_parameter_bytes(config) / bytes_per_s] * len(durations.compute_s)
+    transfer_s = [_message_bytes(config) / bytes_per_s] * len(durations.compute_s)
     transfer_s[config.consistency.server] = 0.0
     return dataclasses.replace(durations, transfer_s=transfer_s, shared_link=True)
 
 
 def simulate_phases(config: Config, durations: Durations, bytes_per_s: float) -> list[list[Phase]]:
-    """Return the phases of each rank on the virtual clock, for any mode but asynchronous and stale.
+    """Return the phases of each rank in simulated time, for any mode but asynchronous and stale.
 
     config: `config.consistency.mode` is the mode. durations: of the ranks' computation. bytes_per_s: at which each rank
     sends. A collective takes the bytes that its busiest rank sends over bytes_per_s. Mode central is simulated as
@@ -222,7 +228,10 @@ def simulate_phases(config: Config, durations: Durations, bytes_per_s: float) ->
 def _simulate_ring_rounds(
     compute_s: Sequence[Sequence[float]], message_s: float, last_s: float, h: int
 ) -> list[list[Phase]]:
-    """Gossip on a ring: a rank waits for its two neighbours only, but for all ranks after the last step."""
+    """Return the phases of each rank under gossip on a ring: a rank waits for its two neighbours only.
+
+    h: steps per round. After the last step all ranks wait for each other; that message takes `last_s`.
+    """
     ranks, steps = len(compute_s), len(compute_s[0])
     phases: list[list[Phase]] = [[] for _ in compute_s]
     starts_s = [0.0] * ranks
@@ -246,5 +255,5 @@ def mean_seconds_in_phase(phases: Sequence[Sequence[Phase]], kind: str) -> float
 
 
 def end_of_phases(phases: Sequence[Sequence[Phase]]) -> float:
-    """Return the time of the virtual clock at which the last rank ends."""
+    """Return the simulated time at which the last rank ends."""
     return max(own[-1].stop for own in phases)

@@ -39,7 +39,7 @@ _UNSUPPORTED = {
 
 
 def _small_config() -> Config:
-    """A run of seconds on a laptop: a model of 27,000 parameters on the synthetic text."""
+    """Return the default configuration of a comparison: 27,000 parameters, synthetic text, seconds on a laptop."""
     return Config(
         model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1),
         data=DataConfig(source="synthetic", seq_len=32),
@@ -93,7 +93,7 @@ class ConsistencyOptions:
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of consistency with its options: one row of the comparison.
+    """A synchronization mode with its options: one row of the comparison.
 
     name: of the mode, and its number of local steps or staleness bound if it has one. config: of the training run,
     without a folder. bound: the staleness bound; None for any staleness. on_virtual_clock: whether the mode trains on
@@ -107,18 +107,18 @@ class Mode:
 
     @property
     def live_changes(self) -> dict[str, str | int]:
-        """The options of the section `consistency` with which a mode of the virtual clock trains on live ranks."""
+        """The options of the section `consistency` with which a simulated mode trains on live ranks, too."""
         if self.bound is None:
             return {"mode": "asynchronous"}
         return {"mode": "stale", "staleness_bound": self.bound}
 
 
-def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float]]:
-    """Return the modes to measure and, by rank, the seconds of a step on the virtual clock.
+def plan_modes(options: ConsistencyOptions) -> tuple[list[Mode], list[float]]:
+    """Return the modes to measure and, by rank, the simulated seconds of a step.
 
     Raises UserError, with what would work, if the options are invalid.
     """
-    _check_numbers(options)
+    _check_option_values(options)
     _check_unsupported(options)
     config = options.run
     if config.data.path is not None and "data.source" not in config.given:
@@ -127,7 +127,7 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=options.steps))
     modes = []
     for name in dict.fromkeys(options.modes):
-        own = _config_of(name, config)
+        own = _make_mode_config(name, config)
         if name in ("local", "diloco", "gossip"):
             exchanges = options.exchange or (config.consistency.exchange,) if name == "diloco" else ("full",)
             for h, exchange in itertools.product(options.h or (config.consistency.h,), exchanges):
@@ -140,10 +140,10 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
             modes.append(Mode(name, own, on_virtual_clock=name == "asynchronous"))
     for mode in modes:
         if mode.on_virtual_clock:
-            _check_virtual(mode, options.ranks)
+            _check_simulated_mode(mode, options.ranks)
         try:
             validate_options(
-                mode.config if not mode.on_virtual_clock else _config_of("synchronous", config), options.ranks
+                mode.config if not mode.on_virtual_clock else _make_mode_config("synchronous", config), options.ranks
             )
         except UserError as error:
             raise UserError(
@@ -152,8 +152,8 @@ def resolve_options(options: ConsistencyOptions) -> tuple[list[Mode], list[float
     return modes, _parse_step_times(options)
 
 
-def _config_of(name: str, config: Config) -> Config:
-    """The configuration of one mode's runs, without the options of the section `consistency` that are for others."""
+def _make_mode_config(name: str, config: Config) -> Config:
+    """Return the configuration of the runs in mode `name`, without the `consistency` options of other modes."""
     how = {field: getattr(config.consistency, field) for field in _USED.get(name, ())}
     consistency = ConsistencyConfig(mode="synchronous" if name in VIRTUAL else name, **how)
     return dataclasses.replace(
@@ -166,7 +166,8 @@ def _config_of(name: str, config: Config) -> Config:
     )
 
 
-def _check_numbers(options: ConsistencyOptions) -> None:
+def _check_option_values(options: ConsistencyOptions) -> None:
+    """Raise UserError for values out of range and options that no selected mode uses."""
     for name, least in (("ranks", 1), ("seeds", 1)):
         if (value := getattr(options, name)) < least:
             raise UserError(f"--{name} is {value}; give --{name} {least} or more.")
@@ -192,6 +193,7 @@ def _check_numbers(options: ConsistencyOptions) -> None:
 
 
 def _check_unsupported(options: ConsistencyOptions) -> None:
+    """Raise UserError for options of `minidist train` that a comparison sets itself or cannot use."""
     config, default = options.run, Config()
     for why, names in _UNSUPPORTED.items():
         for name in names.split():
@@ -214,7 +216,8 @@ def _check_unsupported(options: ConsistencyOptions) -> None:
             )
 
 
-def _check_virtual(mode: Mode, ranks: int) -> None:
+def _check_simulated_mode(mode: Mode, ranks: int) -> None:
+    """Raise UserError if a mode in simulated time cannot train with this configuration."""
     config = mode.config
     if (
         config.train.micro_batches > 1
@@ -234,6 +237,7 @@ def _check_virtual(mode: Mode, ranks: int) -> None:
 
 
 def _parse_step_times(options: ConsistencyOptions) -> list[float]:
+    """Return the simulated seconds of a step, by rank, from `--step-s` and `--slow`."""
     compute_s = [options.step_s] * options.ranks
     for word in options.slow:
         rank, _, factor = word.partition(":")

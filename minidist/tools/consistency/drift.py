@@ -33,7 +33,7 @@ def local_fixed_point(
     """Return the parameter to which local SGD (`num_steps` steps, then a weighted mean) converges on quadratics.
 
     curvatures, minima: of each replica's quadratic loss. lr: the learning rate of the steps. weights: of each replica
-    in the merge; equal if empty.
+    in the average; equal if empty.
     """
     reached = [1 - (1 - lr * curvature) ** num_steps for curvature in curvatures]
     shares = [w * r for w, r in zip(weights or [1.0] * len(reached), reached, strict=True)]

@@ -1,4 +1,4 @@
-"""Rounds of local steps on a virtual clock: when each replica computes, waits for others, and exchanges a message."""
+"""Rounds of local steps in simulated time: when each replica computes, waits for others, and exchanges a message."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Asynchronous training of a model on the virtual clock: a server and any number of workers in one process.
+"""Asynchronous training of a model in simulated time: a server and any number of workers in one process.
 
 `python -m minidist.tools.consistency.virtual_run` measures 1,000 updates of 64 workers on a small model.
 """
@@ -28,7 +28,7 @@ from minidist.train.optimizer import make_optimizer, set_learning_rate
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """The result of an asynchronous run on the virtual clock.
+    """The result of an asynchronous run in simulated time.
 
     losses: for each update, the mean token loss, in nats, of the worker's batch. held_out_loss: at the end, in nats per
     token. staleness: for each update, the number of other updates between the worker's pull and its push (see
@@ -71,7 +71,7 @@ def train_on_virtual_clock(
     num_updates: int | None = None,
     measure_drift: bool = False,
 ) -> VirtualRun:
-    """Train a model with asynchronous workers and a server, all in this process, on a virtual clock.
+    """Train a model with asynchronous workers and a server, all in this process, in simulated time.
 
     durations: of each worker. A step of the configuration is a push of every worker, and the optimizer updates after
     every push: plain SGD with staleness_bound 0 is synchronous training. Each worker computes its part of each global

@@ -1,8 +1,8 @@
 """Goodput: the useful step time of a run over its wall time, with all its attempts, and the lost time by cause.
 
 The wall time runs from the moment at which rank 0 of the first attempt begins to build its trainer. Every second of it
-is charged to one account when it has passed, so useful and lost time always add up to the wall time. Each row of
-metrics.jsonl carries the accounts, and a resumed attempt goes on from those of the attempt before:
+is assigned to one category when it has passed, so useful and lost time always add up to the wall time. Each row of
+metrics.jsonl has the seconds of each category, and a resumed attempt adds to those of the attempt before:
 
 useful             steps whose update is part of the final model, with loading their data
 starting           building the model and the data, in an attempt that begins at step 0
@@ -28,10 +28,10 @@ _KEY = "time"
 
 
 class TimeAccounts:
-    """The wall time of a run by cause, in seconds: useful steps, saving, evaluation, lost steps, ...
+    """The wall time of a run by category, in seconds: useful steps, saving, evaluation, lost steps, ...
 
-    The module's docstring lists the causes (accounts). Rank 0 keeps this object. clock: returns the Unix time in
-    seconds. seconds: by account. charged_until_s: the Unix time up to which all time is charged. step: the number of
+    The module's docstring lists the categories. Rank 0 keeps this object. clock: returns the Unix time in seconds.
+    seconds: by category. charged_until_s: the Unix time up to which all time is assigned. step: the number of
     completed steps, which the caller sets. is_closed: set by the caller if the run is complete, so that no more time is
     charged.
     """
@@ -44,9 +44,9 @@ class TimeAccounts:
         self.charged_until_s = clock()
 
     def charge(self, account: str, until_s: float | None = None) -> None:
-        """Add the time since the last charge to an account, one of the causes of time such as "saving".
+        """Assign the time since the last call to `account`, a category of time such as "saving".
 
-        until_s: the Unix time up to which to charge; None for now.
+        until_s: the Unix time up to which to assign; None for now.
         """
         if self.is_closed:
             return
@@ -60,19 +60,19 @@ class TimeAccounts:
 
     @property
     def wall_s(self) -> float:
-        """The wall time in seconds charged to all accounts together, in all attempts of the run."""
+        """The wall time in seconds of all categories together, in all attempts of the run."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """The fraction of the charged time that went into useful steps, from 0 to 1."""
+        """The fraction of the wall time that went into useful steps, from 0 to 1."""
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else 0.0
 
     def continue_from(self, rows: Sequence[dict[str, Any]], step: int, gap_account: str = "between attempts") -> None:
-        """Add the seconds that earlier attempts of the run have charged. Call it before the first charge.
+        """Add the seconds of the earlier attempts of the run, by category. Call it before the first `charge`.
 
         rows: the rows of metrics.jsonl that the previous attempt has left. step: the step from which this attempt
-        resumes; the useful time of later steps becomes time of lost steps. gap_account: the account of the time since
+        resumes; the useful time of later steps becomes time of lost steps. gap_account: the category of the time since
         the last row.
         """
         rows = [row for row in rows if _KEY in row]
@@ -89,10 +89,10 @@ class TimeAccounts:
             self.seconds[gap_account] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return the entries for a metrics.jsonl row: the goodput and the accounts, which `continue_from` reads.
+        """Return the entries for a metrics.jsonl row: goodput and seconds by category, which `continue_from` reads.
 
-        "goodput": a fraction. "time": a dict with "at", the Unix time in seconds up to which time is charged; "step",
-        the number of completed steps; "useful_s", the useful seconds; and "lost", the seconds of each other account.
+        "goodput": a fraction. "time": a dict with "at", the Unix time in seconds up to which time is assigned; "step",
+        the number of completed steps; "useful_s", the useful seconds; and "lost", the seconds of each other category.
         """
         lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
         useful_s = self.seconds[USEFUL]
@@ -102,7 +102,7 @@ class TimeAccounts:
         }
 
     def describe(self) -> str:
-        """Return a line of text with the goodput, and the lost seconds by cause, the largest first."""
+        """Return a line of text with the goodput, and the lost seconds by category, the largest first."""
         lost = [(seconds, name) for name, seconds in self.seconds.items() if name != USEFUL]
         parts = [f"{name} {seconds:.1f} s" for seconds, name in sorted(lost, reverse=True) if seconds >= 0.05]
         useful_s = self.seconds[USEFUL]
@@ -116,9 +116,9 @@ def is_end_of_complete_run(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def has_valid_accounts(row: dict[str, Any]) -> bool:
-    """Return whether the time accounts of a metrics.jsonl row have the form of `TimeAccounts.as_row`.
+    """Return whether the time categories of a metrics.jsonl row have the form of `TimeAccounts.as_row`.
 
-    A row without time accounts is valid.
+    A row without them is valid.
     """
     if _KEY not in row:
         return True

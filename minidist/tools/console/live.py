@@ -120,14 +120,16 @@ class LiveView(PlainView):
         self._live.stop()
 
     def _draw(self) -> Group:
-        parts = [self._progress, self._numbers()]
+        """Return what the terminal shows: progress, metrics, ranks, and how to stop the run."""
+        parts = [self._progress, self._make_metrics_table()]
         if self._lanes:
-            parts.append(self._ranks())
+            parts.append(self._make_rank_table())
         if not self._over:
             parts.append(self._stop)
         return Group(*parts)
 
-    def _numbers(self) -> Table:
+    def _make_metrics_table(self) -> Table:
+        """Return the metrics of the last step as a table."""
         table = Table.grid(padding=(0, 2))
         row = self._row
         if row is None:
@@ -141,7 +143,8 @@ class LiveView(PlainView):
         table.add_row("tokens/s", f"{row['tokens_per_s']:,.0f}", f"mfu {row['mfu']:.1%}" if "mfu" in row else "")
         return table
 
-    def _ranks(self) -> Table:
+    def _make_rank_table(self) -> Table:
+        """Return step time, bytes sent and memory of each rank as a table."""
         table = Table(box=None, padding=(0, 2), header_style="dim")
         for title in ("rank", "step time", "", "sent", "memory"):
             table.add_column(title, justify="left" if title == "" else "right")

@@ -54,15 +54,20 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._reset()
+        self._reset_peak()
 
     def read_and_reset(self) -> int:
         """Return the peak memory in bytes since the last call, or since construction; then reset the peak."""
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _peak_resident()
-        self._reset()
+        peak = (
+            torch.cuda.max_memory_allocated(self._device)
+            if self._device.type == "cuda"
+            else _read_peak_resident_bytes()
+        )
+        self._reset_peak()
         return peak
 
-    def _reset(self) -> None:
+    def _reset_peak(self) -> None:
+        """Make the present memory the peak, where the system can do that."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -70,7 +75,7 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_resident() -> int:
+def _read_peak_resident_bytes() -> int:
     """Return the peak resident memory of this process, in bytes."""
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()

@@ -64,7 +64,7 @@ class MetricsFile:
         self._write_lines([line])
 
     def _write_lines(self, new_lines: Sequence[bytes]) -> None:
-        """Append these lines, or replace the file if it lacks earlier ones, too; but never one that was unreadable."""
+        """Append lines; if the file lacks earlier ones, rewrite it, unless it could not be read."""
         try:
             if self._has_all_lines or not self._is_readable:
                 with self.path.open("ab") as stream:
@@ -78,6 +78,7 @@ class MetricsFile:
 
 
 def _is_kept(row: dict, start: int) -> bool:
+    """Return whether a run that resumes at step `start` keeps this row."""
     return row.get("step", row.get("saved_step", start)) <= start and row.get("start", -1) < start
 
 

@@ -82,7 +82,10 @@ def _gather_logits(local: Tensor | None, model: nn.Module, samples: int, last_st
 
 @contextmanager
 def _unsharded_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager that undoes `apply_context_parallel`: every rank attends only within its own input sequences."""
+    """Return a context manager inside which every rank attends within its own sequences only.
+
+    It undoes `apply_context_parallel`.
+    """
     attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     changed = {attention: vars(attention).pop("attend", None) for attention in attentions}
     try:

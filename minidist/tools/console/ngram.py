@@ -30,8 +30,8 @@ def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: fl
     train, held_out: token ids, (tokens,). k: added to every token's count. The first token is left out, because a
     bigram model cannot predict it.
     """
-    seen, scored = _counts(train, vocab_size), _counts(held_out[1:], vocab_size)
-    return _loss(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
+    seen, scored = _count_tokens(train, vocab_size), _count_tokens(held_out[1:], vocab_size)
+    return _mean_cross_entropy(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
 
 
 def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
@@ -42,10 +42,10 @@ def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: flo
     """
     codes, seen = count_pairs(train, vocab_size)
     scored_codes, scored = count_pairs(held_out, vocab_size)
-    contexts = _counts(train[:-1], vocab_size)[scored_codes // vocab_size]  # count(a) for each pair to score
+    contexts = _count_tokens(train[:-1], vocab_size)[scored_codes // vocab_size]  # count(a) for each pair to score
     at = np.minimum(np.searchsorted(codes, scored_codes), codes.size - 1)
     pairs = np.where(codes[at] == scored_codes, seen[at], 0)  # count(a, b), 0 where training never saw the pair
-    return _loss(scored, pairs + k, contexts + k * vocab_size)
+    return _mean_cross_entropy(scored, pairs + k, contexts + k * vocab_size)
 
 
 def count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -66,13 +66,14 @@ def count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.nda
     return merged, np.bincount(where, weights=np.concatenate(counts)).astype(np.int64)  # float64 is exact below 2**53
 
 
-def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+def _count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return how often each token occurs, (vocab_size,) int64. Counts in chunks, to save memory."""
     chunks = (tokens[i : i + _CHUNK] for i in range(0, tokens.size, _CHUNK))
     return sum(
         (np.bincount(chunk.astype(np.int64), minlength=vocab_size) for chunk in chunks), np.zeros(vocab_size, np.int64)
     )
 
 
-def _loss(scored: np.ndarray, numerator: np.ndarray, denominator: np.ndarray) -> float:
-    """Mean of -log(numerator / denominator), each weighted by how often it is scored."""
+def _mean_cross_entropy(scored: np.ndarray, numerator: np.ndarray, denominator: np.ndarray) -> float:
+    """Return the mean of -log(numerator / denominator), each weighted by its number in `scored`."""
     return float(scored @ (np.log(denominator) - np.log(numerator)) / scored.sum())

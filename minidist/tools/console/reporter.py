@@ -189,6 +189,7 @@ def _count_staleness(trainer: Trainer) -> dict[int, int]:
 
 
 def _describe_staleness(counts: dict[int, int]) -> str:
+    """Return a line of text about the staleness of updates. counts: number of updates by staleness."""
     total = sum(counts.values())
     mean = sum(value * count for value, count in counts.items()) / total
     shares = ", ".join(f"{value}: {count / total:.1%}" for value, count in list(counts.items())[:12])
@@ -228,7 +229,7 @@ def _find_run_warnings(trainer: Trainer) -> list[str]:
 
 def _is_after_recovery(trainer: Trainer) -> bool:
     """Whether this trainer continues a run after a live recovery, in which dead ranks were replaced or left out."""
-    return trainer.recovery is not None and trainer.recovery.is_after_failure
+    return trainer.recovery is not None and trainer.recovery.has_changed_ranks
 
 
 def _create_view(trainer: Trainer) -> PlainView:

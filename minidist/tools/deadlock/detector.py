@@ -60,7 +60,7 @@ class AwaitedOperation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """A finding of deadlock detection: some ranks can never proceed.
 
     kind: "deadlock"; "mismatch" if two ranks launched different operations; "hang" if a killed rank does not end.
@@ -77,7 +77,7 @@ class Verdict:
         return self.text
 
 
-def detect_deadlock(stable_statuses: Mapping[int, Status]) -> Verdict | None:
+def detect_deadlock(stable_statuses: Mapping[int, Status]) -> Diagnosis | None:
     """Return the deadlock or mismatch of operations that the status of the ranks shows; None if there is none.
 
     stable_statuses: by global rank, the status of each rank whose status was equal in two consecutive readings. The
@@ -85,13 +85,16 @@ def detect_deadlock(stable_statuses: Mapping[int, Status]) -> Verdict | None:
     one time. A rank without an entry counts as running. The running time is linear in the number of ranks and of
     operations that they wait for.
     """
-    if verdict := find_operation_mismatch(stable_statuses):
-        return verdict
+    if diagnosis := find_operation_mismatch(stable_statuses):
+        return diagnosis
     ranks_by_wait = _group_by_wait(stable_statuses)
-    missing = {wait: _missing(wait, stable_statuses) for wait in ranks_by_wait}
+    missing = {wait: _find_missing_ranks(wait, stable_statuses) for wait in ranks_by_wait}
     stuck = {rank for wait, ranks in ranks_by_wait.items() if missing[wait] for rank in ranks}
     # Free the ranks whose missing ranks can all still launch their part, then those that waited for a freed rank, ...
-    blocking = {wait: [m for m in ranks if _blocks(m, wait, stuck, stable_statuses)] for wait, ranks in missing.items()}
+    blocking = {
+        wait: [m for m in ranks if _prevents_completion(m, wait, stuck, stable_statuses)]
+        for wait, ranks in missing.items()
+    }
     waits_for: dict[int, list[AwaitedOperation]] = {}
     for wait, ranks in blocking.items():
         for rank in ranks:
@@ -112,7 +115,7 @@ def detect_deadlock(stable_statuses: Mapping[int, Status]) -> Verdict | None:
         for wait in ranks_by_wait
         if num_blocking[wait]
     }
-    return _deadlock_verdict(sorted(stuck), stuck_waits, ranks_by_wait, stable_statuses)
+    return _diagnose_deadlock(sorted(stuck), stuck_waits, ranks_by_wait, stable_statuses)
 
 
 def find_awaited_ranks(statuses: Mapping[int, Status]) -> dict[int, dict[AwaitedOperation, list[int]]]:
@@ -123,14 +126,14 @@ def find_awaited_ranks(statuses: Mapping[int, Status]) -> dict[int, dict[Awaited
     """
     awaited: dict[int, dict[AwaitedOperation, list[int]]] = {}
     for wait, ranks in _group_by_wait(statuses).items():
-        for rank in _missing(wait, statuses):
+        for rank in _find_missing_ranks(wait, statuses):
             if rank not in statuses or statuses[rank].state in ("idle", "running"):
                 awaited.setdefault(rank, {})[wait] = ranks
     return awaited
 
 
-def find_operation_mismatch(statuses: Mapping[int, Status]) -> Verdict | None:
-    """Return a verdict on two ranks that launched different operations where they must be the same; None if none did.
+def find_operation_mismatch(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Return a diagnosis on two ranks that launched different operations where they must be the same; None if none did.
 
     Two operations of the same number on one channel (an ordered sequence of operations of a group) must have the same
     name, dtype and, except for all_to_all, number of elements. Each waiting rank is compared with the other ranks of
@@ -146,20 +149,20 @@ def find_operation_mismatch(statuses: Mapping[int, Status]) -> Verdict | None:
             if own is None:
                 continue
             if channel.peer is not None:
-                peers = _first_rank_by_crc([channel.peer], _matching_channel(rank, channel), statuses)
+                peers = _first_rank_by_crc([channel.peer], _get_matching_channel(rank, channel), statuses)
             elif channel in first_ranks:
                 peers = first_ranks[channel]
             else:
                 peers = first_ranks[channel] = _first_rank_by_crc(channel.ranks, channel, statuses)
             different = [
                 (other, seq)
-                for seq, (crc, _) in _by_seq(own).items()
+                for seq, (crc, _) in _recent_operations_by_seq(own).items()
                 for other_crc, other in peers.get(seq, {}).items()
                 if other_crc != crc
             ]
             if different:
                 other, seq = min(different)
-                return _mismatch_verdict(rank, other, channel, seq, statuses)
+                return _diagnose_mismatch(rank, other, channel, seq, statuses)
     return None
 
 
@@ -173,22 +176,22 @@ class ReportDelay:
         self._first_found_time: float | None = None
 
     def release_if_due(
-        self, verdict: Verdict | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
-    ) -> Verdict | None:
-        """Return `verdict` if it is to be reported now, else None. Call this after every reading of the ranks' status.
+        self, diagnosis: Diagnosis | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
+    ) -> Diagnosis | None:
+        """Return `diagnosis` if it is to be reported now, else None. Call this after every reading of the status.
 
-        A verdict that is not a "deadlock" is returned at once. snapshots: the status by rank from which the verdict
+        A diagnosis that is not a "deadlock" is returned at once. snapshots: the status by rank from which the diagnosis
         follows. all_ranks: the ranks of the run; a rank without a snapshot counts as running. now_s:
         `time.monotonic()`.
         """
-        if verdict is None or verdict.kind != "deadlock":
+        if diagnosis is None or diagnosis.kind != "deadlock":
             self._first_found_time = None
-            return verdict
+            return diagnosis
         self._first_found_time = now_s if self._first_found_time is None else self._first_found_time
         is_any_running = any(
             rank not in snapshots or snapshots[rank].state in ("idle", "running") for rank in all_ranks
         )
-        return None if is_any_running and now_s - self._first_found_time < _JOIN_S else verdict
+        return None if is_any_running and now_s - self._first_found_time < _JOIN_S else diagnosis
 
 
 class DeadlockDetector:
@@ -207,7 +210,7 @@ class DeadlockDetector:
         """Return how many seconds after `now_s` the next call of `update` is due; 0.0 if it is due now."""
         return max(0.0, self._last_reading_s + self.interval_s - now_s)
 
-    def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
+    def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Diagnosis | None:
         """Compare this reading of all ranks with the previous one; return a deadlock or mismatch to report, or None.
 
         snapshots: by rank, the status read at `now_s` (`time.monotonic()`); None for a rank whose status could not be
@@ -228,11 +231,11 @@ def _group_by_wait(statuses: Mapping[int, Status]) -> dict[AwaitedOperation, lis
     return ranks_by_wait
 
 
-def _missing(wait: AwaitedOperation, statuses: Mapping[int, Status]) -> list[int]:
-    """Return the ranks that, by their status, have not reached their part of the operation."""
+def _find_missing_ranks(wait: AwaitedOperation, statuses: Mapping[int, Status]) -> list[int]:
+    """Return the ranks that, by their status, have not launched their part of the operation."""
     channel = wait.channel
     if channel.peer is not None:
-        matching = _matching_channel(wait.rank, channel)
+        matching = _get_matching_channel(wait.rank, channel)
         return [] if _has_reached(channel.peer, matching, wait.seq, statuses) else [channel.peer]
     return [rank for rank in channel.ranks if not _has_reached(rank, channel, wait.seq, statuses)]
 
@@ -247,18 +250,18 @@ def _has_reached(rank: int, channel: Channel, seq: int, statuses: Mapping[int, S
     return (statuses[rank].wait_channel, statuses[rank].wait_seq) == (channel, seq)
 
 
-def _blocks(rank: int, wait: AwaitedOperation, stuck: set[int], statuses: Mapping[int, Status]) -> bool:
-    """Return whether the operation is lost if `rank`, which is missing in it, has ended or stays stuck."""
+def _prevents_completion(rank: int, wait: AwaitedOperation, stuck: set[int], statuses: Mapping[int, Status]) -> bool:
+    """Return whether `rank` will never launch its part of the operation: it has ended or is in `stuck`."""
     if rank not in statuses:
         return False
     if statuses[rank].state == "pending":  # its program runs, and may still launch what it has not launched
-        channel = wait.channel if wait.channel.peer is None else _matching_channel(wait.rank, wait.channel)
+        channel = wait.channel if wait.channel.peer is None else _get_matching_channel(wait.rank, wait.channel)
         progress = statuses[rank].progress_on(channel)
         return rank in stuck and progress is not None and progress.num_launched >= wait.seq
     return rank in stuck or statuses[rank].state in ENDED
 
 
-def _matching_channel(rank: int, channel: Channel) -> Channel:
+def _get_matching_channel(rank: int, channel: Channel) -> Channel:
     """Return the channel on which other ranks launch the counterparts of `rank`'s operations on `channel`.
 
     For a collective it is the same channel; for a send, the peer's recv channel from `rank`; for a recv, the reverse.
@@ -275,18 +278,20 @@ def _first_rank_by_crc(
     by_seq: dict[int, dict[int, int]] = {}
     for rank in ranks:
         progress = statuses[rank].progress_on(channel) if rank in statuses else None
-        for seq, (crc, _) in _by_seq(progress).items() if progress else ():
+        for seq, (crc, _) in _recent_operations_by_seq(progress).items() if progress else ():
             by_seq.setdefault(seq, {}).setdefault(crc, rank)
     return by_seq
 
 
-def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
+def _recent_operations_by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
+    """Return the (crc, description) of the last operations of a channel, by sequence number."""
     first = progress.num_launched - len(progress.recent_operations) + 1
     return dict(enumerate(progress.recent_operations, start=first))
 
 
-def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, statuses: Mapping[int, Status]) -> Verdict:
-    pair = sorted([(rank, channel), (other, _matching_channel(rank, channel))])
+def _diagnose_mismatch(rank: int, other: int, channel: Channel, seq: int, statuses: Mapping[int, Status]) -> Diagnosis:
+    """Return the diagnosis that ranks `rank` and `other` launched different operations as number `seq`."""
+    pair = sorted([(rank, channel), (other, _get_matching_channel(rank, channel))])
     (low, channel), (high, _) = pair
     members = (
         f"of {format_group(channel)}"
@@ -296,7 +301,7 @@ def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, statuse
     lines = [f"mismatch: operation #{seq} {members} is not the same on ranks {low} and {high}"]
     for rank, own_channel in pair:
         snapshot = statuses[rank]
-        text = _by_seq(snapshot.progress_on(own_channel))[seq][1]
+        text = _recent_operations_by_seq(snapshot.progress_on(own_channel))[seq][1]
         where = (
             f", waiting at {shorten_location(snapshot.wait_location)}"
             if snapshot.state == "waiting"
@@ -308,24 +313,25 @@ def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, statuse
         if channel.peer is None
         else "a send and its recv must agree in number of elements and dtype"
     )
-    return Verdict("mismatch", (low, high), "\n".join(lines))
+    return Diagnosis("mismatch", (low, high), "\n".join(lines))
 
 
-def _deadlock_verdict(
+def _diagnose_deadlock(
     stuck: list[int],
     stuck_waits: Mapping[AwaitedOperation, list[int]],
     ranks_by_wait: Mapping[AwaitedOperation, list[int]],
     statuses: Mapping[int, Status],
-) -> Verdict:
+) -> Diagnosis:
+    """Return the diagnosis that the ranks in `stuck` are deadlocked."""
     involved = sorted({*stuck, *(m for ranks in stuck_waits.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
     lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
     lines += describe_ranks({rank: statuses[rank] for rank in involved})
-    lines += _reason(stuck_waits, ranks_by_wait, statuses)
-    return Verdict("deadlock", tuple(stuck), "\n".join(lines), tuple(involved))
+    lines += _explain_deadlock(stuck_waits, ranks_by_wait, statuses)
+    return Diagnosis("deadlock", tuple(stuck), "\n".join(lines), tuple(involved))
 
 
-def _reason(
+def _explain_deadlock(
     stuck_waits: Mapping[AwaitedOperation, list[int]],
     ranks_by_wait: Mapping[AwaitedOperation, list[int]],
     statuses: Mapping[int, Status],

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from minidist.comm.status import Channel
-from minidist.tools.deadlock.status_page import STATES, ChannelProgress, Snapshot, format_channel, parse_channel
+from minidist.tools.deadlock.status_page import STATES, ChannelProgress, Snapshot, decode_channel, encode_channel
 
 _HEAD = struct.Struct("<QQII")
 _WAIT = struct.Struct("<BQ8sH")
@@ -73,8 +73,8 @@ def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) ->
     `Leader`), which these facts answer.
     """
     channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
-    name = b"" if channel is None else format_channel(channel).encode()
-    text_hash = _hash(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
+    name = b"" if channel is None else encode_channel(channel).encode()
+    text_hash = _hash_bytes(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
     parts = [
         _HEAD.pack(request, snapshot.version, *location),
         _WAIT.pack(STATES.index(snapshot.state), snapshot.wait_seq, text_hash, len(name)),
@@ -95,6 +95,7 @@ def decode_facts(data: bytes) -> RankFacts:
 
 @lru_cache(8192)  # most readings are the same as before, and many ranks are in the same state
 def _decode_state(data: bytes) -> tuple:
+    """Decode the part of a rank's facts that ranks in the same state have in common."""
     state, seq, text_hash, name_bytes = _WAIT.unpack_from(data)
     at = _WAIT.size + name_bytes
     name = data[_WAIT.size : at].decode()
@@ -102,13 +103,15 @@ def _decode_state(data: bytes) -> tuple:
     for channel, launched, pending, *crcs in _CHANNEL.iter_unpack(data[at:]):
         recent = tuple((crc, "an operation") for crc in crcs[: min(launched, _KEPT)])
         progress[channel] = ChannelProgress(launched, recent, pending)
-    return STATES[state], seq, parse_channel(name) if name else None, text_hash, progress
+    return STATES[state], seq, decode_channel(name) if name else None, text_hash, progress
 
 
 @lru_cache(8192)
 def _hash_channel(channel: Channel) -> bytes:
-    return _hash(format_channel(channel).encode())
+    """Return the hash of a channel's name, by which facts refer to the channel."""
+    return _hash_bytes(encode_channel(channel).encode())
 
 
-def _hash(data: bytes) -> bytes:
+def _hash_bytes(data: bytes) -> bytes:
+    """Return an 8-byte hash."""
     return hashlib.blake2b(data, digest_size=8).digest()

@@ -6,7 +6,7 @@ Ranks and leader exchange one record, which every waiting rank reads about once 
 
 * the leader suspects a deadlock from facts that may be out of date, and makes a request with the next number;
 * every waiting rank posts its facts again with that number, and the few ranks in `ranks_to_post_page` their pages;
-* a status that is the same in both readings was true when the request was made; the verdict uses only such statuses.
+* a status that is the same in both readings was true when the request was made; the diagnosis uses only such statuses.
 
 A running rank that others have waited for is asked for the line that it runs, and the ranks of its machine for the
 state of its process: a stopped process cannot answer. After the hang limit the ranks of its machine kill it.
@@ -20,9 +20,9 @@ from minidist.tools.deadlock.detector import (
     BLOCKED,
     ENDED,
     AwaitedOperation,
+    Diagnosis,
     ReportDelay,
     Status,
-    Verdict,
     detect_deadlock,
     find_awaited_ranks,
 )
@@ -85,10 +85,10 @@ class Leader:
         self._rank, self._size, self._store, self._hang_limit_s = rank, size, store, hang_limit_s
         self._keys = [facts_key(r) for r in range(size)]
         self._facts: dict[int, RankFacts] = {}
-        self._suspicion: Verdict | None = None
+        self._suspicion: Diagnosis | None = None
         self._awaited: dict[int, dict[AwaitedOperation, list[int]]] = {}
         self._seen_changes = -1
-        self._suspected: Verdict | None = None
+        self._suspected: Diagnosis | None = None
         self._versions: dict[int, int] = {}  # of the suspected ranks, when the request was made
         self._report_delay = ReportDelay()
         self._hangs, self._noted = HangTracker(), set()
@@ -96,11 +96,11 @@ class Leader:
         self._kill_times: dict[int, float] = {}
         self.notes: list[str] = []
 
-    def poll(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        """Read the `RankFacts` that changed in the store; return the new record, and a verdict if the run is stuck.
+    def poll(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Diagnosis | None]:
+        """Read the `RankFacts` that changed in the store; return the new record, and a diagnosis if the run is stuck.
 
-        The caller writes the record, with requests to the ranks, to the store. The verdict is None until a deadlock or
-        mismatch is confirmed, or a killed rank does not end. record: the record that is in the store. now_s:
+        The caller writes the record, with requests to the ranks, to the store. The diagnosis is None until a deadlock
+        or mismatch is confirmed, or a killed rank does not end. record: the record that is in the store. now_s:
         `time.monotonic()`.
         """
         record = record._replace(heartbeat=record.heartbeat + 1)
@@ -114,12 +114,16 @@ class Leader:
             self._facts |= read
             self._suspicion, self._awaited = detect_deadlock(self._facts), find_awaited_ranks(self._facts)
         self._seen_changes = changes
-        record, verdict = self._find_deadlock(record, now_s)
-        if verdict is None:
-            record, verdict = self._watch_hangs(record, now_s)
-        return record, verdict
+        record, diagnosis = self._find_deadlock(record, now_s)
+        if diagnosis is None:
+            record, diagnosis = self._watch_hangs(record, now_s)
+        return record, diagnosis
 
-    def _find_deadlock(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+    def _find_deadlock(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Diagnosis | None]:
+        """Confirm or drop a suspected deadlock; return the new record, and the diagnosis once it is confirmed.
+
+        The first call for a suspicion makes a request; the next ones compare the ranks' answers with it.
+        """
         suspected = self._suspicion
         if suspected is None:
             self._suspected, self._report_delay = None, ReportDelay()
@@ -135,19 +139,19 @@ class Leader:
             for rank, facts in self._facts.items()
             if facts.state in ENDED or (facts.request == record.request and self._versions.get(rank) == facts.version)
         }
-        verdict = self._report_delay.release_if_due(detect_deadlock(confirmed), confirmed, range(self._size), now_s)
-        return record, verdict and (detect_deadlock(self._with_texts(confirmed, verdict, record)) or verdict)
+        diagnosis = self._report_delay.release_if_due(detect_deadlock(confirmed), confirmed, range(self._size), now_s)
+        return record, diagnosis and (detect_deadlock(self._with_texts(confirmed, diagnosis, record)) or diagnosis)
 
     def _has_moved(self, record: WatchRecord) -> bool:
-        """Return whether a rank was in another state when it answered the request, which is to be repeated then."""
+        """Return whether a rank's status changed between the suspicion and its answer: then the request is repeated."""
         return any(
             self._facts[rank].request == record.request and self._facts[rank].version != self._versions.get(rank)
             for rank in self._suspected.ranks
             if self._facts[rank].state in BLOCKED
         )
 
-    def _choose_pages(self, suspected: Verdict, involved: set[int]) -> list[int]:
-        """Return the ranks whose texts a report needs: the two of a mismatch, else one for each distinct text."""
+    def _choose_pages(self, suspected: Diagnosis, involved: set[int]) -> list[int]:
+        """Return the ranks that must post their pages for the report: one for each distinct text that it needs."""
         if suspected.kind == "mismatch":
             return list(suspected.ranks)
         ranks: dict[bytes, int] = {}
@@ -156,8 +160,10 @@ class Leader:
                 ranks.setdefault(self._facts[rank].text_hash, rank)
         return list(ranks.values())[:_MAX_PAGES]
 
-    def _with_texts(self, confirmed: dict[int, RankFacts], verdict: Verdict, record: WatchRecord) -> dict[int, Status]:
-        """Return the facts with texts from the status pages that the ranks have posted."""
+    def _with_texts(
+        self, confirmed: dict[int, RankFacts], diagnosis: Diagnosis, record: WatchRecord
+    ) -> dict[int, Status]:
+        """Return the status of each rank in `confirmed`, with the texts of the posted status pages filled in."""
         ranks = [
             rank
             for rank in record.ranks_to_post_page
@@ -165,7 +171,7 @@ class Leader:
         ]
         pages = self._store.multi_get([status_page_key(rank) for rank in ranks]) if ranks else []
         snapshots = {rank: StatusPage.read_snapshot(bytes(page)) for rank, page in zip(ranks, pages, strict=True)}
-        if verdict.kind == "mismatch":
+        if diagnosis.kind == "mismatch":
             return confirmed | snapshots
         texts = {confirmed[rank].text_hash: (s.wait_operation, s.wait_location) for rank, s in snapshots.items()}
         return {
@@ -175,7 +181,11 @@ class Leader:
             for rank, facts in confirmed.items()
         }
 
-    def _watch_hangs(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+    def _watch_hangs(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Diagnosis | None]:
+        """Ask what long-awaited running ranks are doing, and have hung ones killed after the hang limit.
+
+        Returns the new record, and a diagnosis if a killed rank does not end.
+        """
         waited_s = self._hangs.seconds_awaited(self._awaited, now_s)
         self._noted = {(rank, what) for rank, what in self._noted if rank in waited_s}
         self._kill_times = {rank: since_s for rank, since_s in self._kill_times.items() if rank in waited_s}
@@ -199,11 +209,14 @@ class Leader:
                 self._kill_times[rank] = now_s
                 self.notes.append(f"rank {rank} is killed: {wait}")
             elif now_s - self._kill_times[rank] >= _KILL_S:
-                return record, Verdict("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
+                return record, Diagnosis("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
         return record._replace(ranks_to_kill=tuple((rank, *self._facts[rank].location) for rank in too_long)), None
 
     def _note_hang(self, rank: int, question: int, waited_s: float) -> None:
-        """Note what a rank does that others wait for: at once if it is stopped, else after NOTICE_S; once for each."""
+        """Add a note on what an awaited rank is doing: at once if it is stopped, else after NOTICE_S. Once for each.
+
+        question: number of the question that the rank has answered. waited_s: how long others have waited for it.
+        """
         answers = {}
         for key in (process_state_key(rank), main_thread_line_key(rank)):
             if self._store.check([key]):

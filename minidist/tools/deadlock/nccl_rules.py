@@ -69,6 +69,7 @@ def _operation_key(rank: int, record: Record, kind: str | None = None) -> tuple:
 
 
 def _count_launches(launched: Counter, rank: int, units: "deque[list[Record]]") -> None:
+    """Count the launches of the first of `units`, the batches that `rank` has yet to complete; none if it is done."""
     for record in units[0] if units else ():
         launched[_operation_key(rank, record)] += 1
 
@@ -81,6 +82,7 @@ def _is_complete(launched: Counter, rank: int, record: Record) -> bool:
 
 
 def _check_devices(logs_by_rank: Mapping[int, Log], node_by_rank: Mapping[int, int]) -> list[str]:
+    """Return a line for each rank that sends from several devices, and each CUDA device that ranks share."""
     devices = {rank: sorted({record.device for record in log}) for rank, log in logs_by_rank.items() if log}
     problems = [
         f"rank {rank} sends from several devices: {', '.join(names)}" for rank, names in devices.items() if names[1:]
@@ -93,6 +95,7 @@ def _check_devices(logs_by_rank: Mapping[int, Log], node_by_rank: Mapping[int, i
 
 
 def _describe_operation(unit: Sequence[Record]) -> str:
+    """Return an operation, or the first of a batch, as text: name, number, peer and group."""
     record = unit[0]
     peer = "" if record.peer is None else f" with rank {record.peer}"
     more = f" and {len(unit) - 1} more of its batch" if len(unit) > 1 else ""

@@ -140,7 +140,7 @@ class StatusPage(OperationTracker):
         channel: an ordered sequence of operations, such as all collectives of a group. name: the operation's name.
         shape, dtype: of its tensor. Ranks that launch different operations under one number are reported as a mismatch.
         """
-        known = self._channels.get(channel) or self._add(channel)
+        known = self._channels.get(channel) or self._add_entry(channel)
         text, signature = self._signature(channel.kind, name, shape, dtype)
         entry, launched, chain = known
         known[1] = launched = launched + 1
@@ -161,13 +161,13 @@ class StatusPage(OperationTracker):
         name, shape, dtype: of the operation, as in `on_launch`. location: "file:line" of the call; None: the line of
         the user's program that is running.
         """
-        known = self._channels.get(channel) or self._add(channel)
+        known = self._channels.get(channel) or self._add_entry(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
         text, _ = self._signature(channel.kind, name, shape, dtype)
         # The end of a long path holds the file and the line.
         self._location = (location or find_user_code_line()).encode()[-160:]
         self._begin_write()
-        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, self._location)
+        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._num_entries, seq, text, self._location)
         self._end_write()
 
     def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
@@ -191,7 +191,7 @@ class StatusPage(OperationTracker):
     def reset_channels(self) -> None:
         """Forget all launched operations and the latest wait: the next operation of every channel has number 1."""
         self._begin_write()
-        end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
+        end = _CHANNELS_AT + self._num_entries * _ENTRY_BYTES
         self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
         self._page[_STATE_AT] = STATES.index("running")
         self._end_write()
@@ -264,25 +264,29 @@ class StatusPage(OperationTracker):
         return self._version
 
     @property
-    def _listed(self) -> int:
+    def _num_entries(self) -> int:
+        """The number of channels that have an entry on the page."""
         return _COUNT.unpack_from(self._page, _COUNT_AT)[0]
 
     def _begin_write(self) -> None:
+        """Make the version odd: readers discard what they read until `_end_write`."""
         _VERSION.pack_into(self._page, 0, self._version + 1)
 
     def _end_write(self) -> None:
+        """Make the version even again, and larger than before."""
         self._version += 2
         _VERSION.pack_into(self._page, 0, self._version)
 
     def _set_state(self, state: str) -> None:
+        """Write the rank's state to the page."""
         self._begin_write()
         self._page[_STATE_AT] = STATES.index(state)
         self._end_write()
 
-    def _add(self, channel: Channel) -> list[int]:
-        """Give the channel an entry. Without room for one its operations are numbered, but readers do not see them."""
-        name = format_channel(channel).encode()
-        entry = self._listed
+    def _add_entry(self, channel: Channel) -> list[int]:
+        """Give the channel an entry on the page; if it is full, readers do not see the channel's operations."""
+        name = encode_channel(channel).encode()
+        entry = self._num_entries
         if entry < _MAX_CHANNELS and len(name) <= _NAME_BYTES:
             at = _CHANNELS_AT + entry * _ENTRY_BYTES + _NAME_AT
             self._begin_write()
@@ -295,7 +299,10 @@ class StatusPage(OperationTracker):
         return known
 
     def _signature(self, kind: str, name: str, shape: tuple[int, ...], dtype: object) -> tuple[bytes, bytes]:
-        """Return (text for messages, bytes that must be equal on all ranks)."""
+        """Return (description for messages, bytes that must be equal on all ranks) of an operation.
+
+        kind: of its channel.
+        """
         key = (kind, name, shape, dtype)
         cached = self._signatures.get(key)
         if cached is None:
@@ -316,21 +323,23 @@ _COUNT = struct.Struct("<H")
 
 
 def _read_entry(page: bytes, at: int) -> tuple[Channel, ChannelProgress]:
+    """Return the channel and its progress from the entry at byte `at` of a page."""
     launched, pending = _COUNTS.unpack_from(page, at)
     recent = []
     for seq in range(max(1, launched - _KEPT + 1), launched + 1):
         chain, text = _RECENT.unpack_from(page, at + _COUNTS.size + seq % _KEPT * _RECENT.size)
         recent.append((chain, _decode_text(text)))
     name = _decode_text(page[at + _NAME_AT : at + _NAME_AT + _NAME_BYTES])
-    return parse_channel(name), ChannelProgress(launched, tuple(recent), pending)
+    return decode_channel(name), ChannelProgress(launched, tuple(recent), pending)
 
 
 def _decode_text(padded: bytes) -> str:
+    """Return the text of a field, which is padded with zeros."""
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def format_channel(channel: Channel) -> str:
-    """Return a channel (an ordered sequence of operations of a group) as text, for `parse_channel`.
+def encode_channel(channel: Channel) -> str:
+    """Return a channel (an ordered sequence of operations of a group) as text, for `decode_channel`.
 
     For instance "collective|0-6:2||0|grads" for the collectives of group "grads" of ranks 0, 2, 4, 6: evenly spaced
     ranks are written as a range, so that large groups fit into a status page.
@@ -344,8 +353,8 @@ def format_channel(channel: Channel) -> str:
 
 
 @lru_cache(4096)
-def parse_channel(name: str) -> Channel:
-    """Return the channel (an ordered sequence of operations of a group) from the text that `format_channel` made.
+def decode_channel(name: str) -> Channel:
+    """Return the channel (an ordered sequence of operations of a group) from the text that `encode_channel` made.
 
     Results are cached: equal texts give the identical object.
     """

@@ -110,12 +110,14 @@ class WatchParticipant:
             self._store.add(CHANGES, 1)
 
     def _resign(self) -> None:
+        """Stop being the leader, if this rank is, so that a waiting rank takes over."""
         if self._leader is not None:
             self._leader = None
             record = WatchRecord.from_text(self._record_text)
             self._store.compare_set(_RECORD, self._record_text, record._replace(leader=None).to_text())
 
     def _answer(self, record: WatchRecord, is_blocked: bool) -> None:
+        """Answer the leader's latest request and question, once each. is_blocked: whether this rank waits."""
         if record.request != self._answered and is_blocked:
             if self.rank in record.ranks_to_post_page:
                 self._store.set(status_page_key(self.rank), self._status.to_bytes())
@@ -135,9 +137,13 @@ class WatchParticipant:
                 os.kill(pid, signal.SIGKILL)
 
     def _lead_or_elect(self, record: WatchRecord, now_s: float) -> str | None:
-        verdict = None
+        """As the leader, poll the ranks and write the record; without a living leader, become the leader.
+
+        Returns the report of a diagnosis as text, else None.
+        """
+        diagnosis = None
         if record.leader == self.rank and self._leader is not None:
-            new, verdict = self._leader.poll(record, now_s)
+            new, diagnosis = self._leader.poll(record, now_s)
             self.notes += self._leader.notes
             self._leader.notes.clear()
         elif record.leader is None or now_s - self._record_since_s > max(_LEADER_LOST_S, 3 * self.period_s):
@@ -153,7 +159,7 @@ class WatchParticipant:
         if self._leader is None:
             self._leader = Leader(self.rank, self.size, self._store, self._hang_limit_s)
         self._answer(new, True)
-        return verdict and str(verdict)
+        return diagnosis and str(diagnosis)
 
 
 class Watchdog:
@@ -210,6 +216,7 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
+        """Call `tick` every TICK_S, in a thread of its own, until the run ends or cannot proceed."""
         while not self._stop.wait(TICK_S):
             try:
                 report = self._participant.tick(time.monotonic())
@@ -224,10 +231,12 @@ class Watchdog:
 
 
 def _print_note(note: str) -> None:
+    """Print a note on stderr."""
     print(note, file=sys.stderr, flush=True)
 
 
 def _end_process(report: str) -> None:
+    """Print the report on stderr and end this process at once, with exit code 1."""
     print(report, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

@@ -75,20 +75,23 @@ def _estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> di
 
 
 def _rank_json(cost: RankCost) -> dict:
+    """Return the entry of one rank: all fields of its cost, and their totals."""
     totals = {"model_state_bytes": cost.model_state_bytes, "peak_memory_bytes": cost.peak_memory_bytes}
     return dataclasses.asdict(cost) | totals
 
 
 def _layer_saved_tensors(layout: RunLayout) -> list[dict]:
-    """The tensors that one layer saves for backward, for the largest micro-batch."""
+    """Return the tensors that one layer saves for backward, for the largest micro-batch, as JSON objects."""
     saved = saved_tensors.saved_by_layer(layout)
     tensors = activations.list_local_tensors(layout, saved, layout.largest_micro_batch_size)
     return [tensor._asdict() | {"bytes": tensor.bytes} for tensor in tensors]
 
 
 def _print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> None:
-    """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures. measured:
-    if given, also print MFU and HFU."""
+    """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures.
+
+    measured: if given, also print MFU and HFU.
+    """
     layout, config = result.layout, result.layout.config
     world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
     per_token, (model_flops, hardware_flops) = flops.flops_per_token(config.model, seq_len), flops.step_flops(layout)
@@ -116,7 +119,7 @@ def _print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> N
 
 
 def _table_rows(result: Estimate) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a name and one cell per stage, the largest of its ranks where they differ."""
+    """Return the rows of the table: a name, and one cell per stage for the largest value of its ranks."""
     layout = result.layout
     stages = range(layout.mesh.pp)
     by_stage = [[cost for cost in result.ranks if cost.coords["pp"] == stage] for stage in stages]
@@ -156,6 +159,7 @@ def _table_rows(result: Estimate) -> list[tuple[str, list[str]]]:
 
 
 def _format_layers(chunks) -> str:
+    """Return the layer numbers of chunks as text, such as "0-3, 8-11"."""
     return ", ".join(str(c.layers.start) if len(c.layers) == 1 else f"{c.layers.start}-{c.layers[-1]}" for c in chunks)
 
 
@@ -222,7 +226,7 @@ def _list_estimate_notes(result: Estimate) -> list[str]:
 
 
 def _note_on_selective(layout: RunLayout) -> str:
-    """The effect of selective recomputation in this run: almost none with a fused kernel."""
+    """Return a note on selective recomputation in this run: it saves almost nothing with a fused kernel."""
     samples = layout.largest_micro_batch_size
     full = activations.local_tensor_bytes(layout, saved_tensors.saved_by_layer_without_recompute(layout), samples)
     selective = activations.local_tensor_bytes(layout, saved_tensors.saved_by_layer(layout), samples)

@@ -35,7 +35,7 @@ class RankCost:
     this rank's part of the model FLOPs. hardware_flops: `flops` and the FLOPs of recomputation. local_parameters:
     number of parameter elements on this rank before ZeRO shards them. wire_bytes: bytes sent per step, by the name of
     the group spec (the declaration of process groups for one purpose, such as "tensor"). replica_merge_bytes: by group
-    spec, the bytes sent in addition when model replicas are merged, every `consistency.h` steps.
+    spec, the bytes sent in addition when model replicas are averaged, every `consistency.h` steps.
 
     Memory, in bytes. The fields named in MEMORY_KINDS are the peak of each kind of tensor. The kinds may peak at
     different times, so the sum of these fields may exceed the peak of all tensors. peak_breakdown: the bytes of each
@@ -131,6 +131,7 @@ class _Stage:
 
 
 def _estimate_rank(layout: RunLayout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
+    """Estimate the cost of a step on one rank. stages: the costs of each pipeline stage."""
     mesh, coords = layout.mesh, layout.mesh.coords(rank)
     stage, samples = stages[coords["pp"]], tuple(layout.micro_batch_sizes(coords["dp"]))
     model_states = shards.local_model_states(layout, coords["pp"], traffic.flat_params(rank), traffic.shard_index(rank))

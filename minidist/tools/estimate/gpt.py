@@ -51,7 +51,7 @@ class _GptEstimate:
     @property
     def flops_per_token(self) -> int:
         """Model FLOPs per token of forward and backward: `72 l h^2 (1 + s/(6h) + v/(12 l h))` (appendix A)."""
-        layers, h, s, vocabulary = self._sizes
+        layers, h, s, vocabulary = self._published_symbols
         return 72 * layers * h * h + 12 * layers * h * s + 6 * h * vocabulary
 
     @property
@@ -60,12 +60,13 @@ class _GptEstimate:
 
         Selective recomputation: `72 l h^2 (1 + s/(3h) + v/(12 l h))` (appendix A); block: a whole forward per layer.
         """
-        layers, h, s, _ = self._sizes
+        layers, h, s, _ = self._published_symbols
         recomputed = {"none": 0, "selective": 12 * h * s, "block": 24 * h * h + 4 * h * s}
         return self.flops_per_token + layers * recomputed[self.layout.config.recompute]
 
     @property
-    def _sizes(self) -> tuple[int, int, int, int]:
+    def _published_symbols(self) -> tuple[int, int, int, int]:
+        """(l, h, s, v): the number of layers, hidden size, sequence length and vocabulary size."""
         model = self.layout.config.model
         return model.num_layers, model.hidden_size, self.layout.config.data.seq_len, model.vocab_size
 

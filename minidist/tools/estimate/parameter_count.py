@@ -102,7 +102,7 @@ def _parameter_count_json(result: _ParameterCountEstimate, config: Config) -> di
         "precision": dataclasses.asdict(result.policy),
         "model_state_bytes": result.states.total,
         "model_states": dataclasses.asdict(result.states),
-        "notes": _notes(config),
+        "notes": _list_notes(config),
     }
 
 
@@ -123,9 +123,10 @@ def _print_parameter_count(result: _ParameterCountEstimate, config: Config) -> N
     rows = [["", "", "each rank"], ["model states", "", format_si(result.states.total, "B")]]
     print_table([*rows, *([f"  {name}", dtypes[name], format_si(size, "B")] for name, size in states.items())])
     print()
-    for note in _notes(config):
+    for note in _list_notes(config):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
 
 
-def _notes(config: Config) -> list[str]:
+def _list_notes(config: Config) -> list[str]:
+    """Return the notes on what the estimate covers."""
     return [_NOTE, OFFLOAD_NOTE] if config.zero.offload else [_NOTE]

@@ -40,9 +40,12 @@ class PeakBytes(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """The bytes at a backward event. place: the module (`temporary_buffers`); ready: how many of its gradients are
-    computed. activations: at this event; activations_at_entry: before this module's backward. buffers: temporaries,
-    among them head_gradient: a tied head's gradient, to which the embedding's is added."""
+    """The bytes that are live at one event of a backward.
+
+    place: the layer, head or embedding whose backward runs, as in `temporary_buffers`. ready: how many of its gradients
+    are computed. activations: at this event. activations_at_entry: before the backward of this place. buffers:
+    temporary tensors. head_gradient: of these, the gradient of a tied head, to which the embedding's is added.
+    """
 
     place: int | str
     ready: int = 0
@@ -76,7 +79,7 @@ class StepMemory:
 
     def compute_peak(self) -> PeakBytes:
         """Return three peaks: activations, gradients and buffers together; activations alone; buffers alone."""
-        tables = self._size(saved_tensors.rotary_tables(self.layout), 1)  # shared by all micro-batches
+        tables = self._tensor_bytes(saved_tensors.rotary_tables(self.layout), 1)  # shared by all micro-batches
         after = max(
             self.temporary.reduce_dtype_copy_bytes_after_backward(),
             self.temporary.optimizer_temporary_bytes(),
@@ -92,7 +95,7 @@ class StepMemory:
         )
 
     def _action_peaks(self) -> Iterator[PeakBytes]:
-        """The peak within each action of the schedule."""
+        """Yield the peak within each action of the schedule."""
         layout, schedule = self.layout, self.layout.schedule
         if schedule is None:
             for count in set(self.micro_batch_sizes) - {0}:
@@ -104,25 +107,26 @@ class StepMemory:
             layout, self.stage, self.micro_batch_sizes
         ):
             count, split = self.micro_batch_sizes[action.micro_batch], schedule.splits_backward
-            boundary = self._size([_BOUNDARY], count)
+            boundary = self._tensor_bytes([_BOUNDARY], count)
             # Where the first norm upcasts its input, the received tensor itself is kept too.
             received = 0 if chunk.has_embedding or layout.dtype == layout.compute_dtype else boundary
             buffers = received_in_flight + min(sent, schedule.num_stages) * boundary
             if action.kind == "F":
-                yield _add(self._forward_peak(action.chunk, count), others, buffers + received)
+                yield _add_other_micro_batches(self._forward_peak(action.chunk, count), others, buffers + received)
                 received_in_flight += received
             if action.kind == "B":
                 received_in_flight -= received
-                yield _add(self._backward_peak(action.chunk, count, split), others, buffers)
+                yield _add_other_micro_batches(self._backward_peak(action.chunk, count, split), others, buffers)
             if action.kind == schedule.last_action_kind:
-                yield _add(self._weight_gradient_peak(action.chunk, count, split), others, buffers)
+                yield _add_other_micro_batches(self._weight_gradient_peak(action.chunk, count, split), others, buffers)
             sent += schedule.consumer(self.stage, action) is not None
 
-    def _size(self, tensors: Iterable[SymbolicTensor], samples: int) -> int:
+    def _tensor_bytes(self, tensors: Iterable[SymbolicTensor], samples: int) -> int:
+        """Return the bytes of these tensors on one rank, for a micro-batch of `samples` samples."""
         return activations.local_tensor_bytes(self.layout, tensors, samples)
 
     def _forward_peak(self, chunk: int, samples: int) -> PeakBytes:
-        """The peak of a forward: at its end, when everything is saved, or (full recomputation) in its last layer."""
+        """Return the peak of a forward: at its end, or under full recomputation in its last layer."""
         if not samples:
             return _peak_of([])
         layout, model_chunk = self.layout, self.layout.stage_chunks(self.stage)[chunk]
@@ -131,25 +135,25 @@ class StepMemory:
         buffers = self.temporary.gathered_parameter_bytes(chunk, HEAD, forward=True)
         buffers += self.temporary.gradient_and_buffer_bytes(chunk, HEAD, 0)[1]
         end = backward_events.loss_temporaries(layout) if model_chunk.has_head else [_BOUNDARY, _BOUNDARY]
-        candidates = [LiveBytes(saved, gradients, self._size(end, samples) + buffers)]
+        candidates = [LiveBytes(saved, gradients, self._tensor_bytes(end, samples) + buffers)]
         if layout.config.recompute == "block":
-            saved -= self._size(saved_tensors.saved_by_head(layout), samples) if model_chunk.has_head else 0
-            inside = self._size(backward_events.layer_forward_temporaries(layout), samples)
+            saved -= self._tensor_bytes(saved_tensors.saved_by_head(layout), samples) if model_chunk.has_head else 0
+            inside = self._tensor_bytes(backward_events.layer_forward_temporaries(layout), samples)
             candidates.append(LiveBytes(saved, gradients, inside + buffers))
         return _peak_of(candidates)
 
     def _backward_peak(self, chunk: int, samples: int, split: bool) -> PeakBytes:
-        """The peak of a backward. split: weight gradients are computed later."""
+        """Return the peak of a backward. split: whether weight gradients are computed later."""
         return _peak_of(self._backward_points(chunk, samples, split) if samples else [])
 
     def _backward_points(self, chunk: int, samples: int, split: bool) -> Iterator[LiveBytes]:
-        """Every event of a backward and, between two events, the filling of each flat gradient that became complete."""
+        """Yield the live bytes at every event of a backward, and while each completed flat gradient is filled."""
         temporary, launched_before, before = self.temporary, 0, _Point(HEAD)
         for point in [*self._points(chunk, samples, split), _Point(DONE)]:
             place, ready = point.place, point.ready
             launched = temporary.launched_reductions(chunk, place, ready) if temporary.zero.shards_gradients else ()
             saved = before.activations if place == before.place else point.activations_at_entry
-            others = self._size([_BOUNDARY, _BOUNDARY], samples) + before.head_gradient if place != DONE else 0
+            others = self._tensor_bytes([_BOUNDARY, _BOUNDARY], samples) + before.head_gradient if place != DONE else 0
             others += temporary.gathered_parameter_bytes(chunk, place, prefetching=False)
             for number in range(launched_before, len(launched)):
                 gradients, buffers = temporary.bytes_while_filling_flat_gradient(chunk, number, place, ready)
@@ -161,30 +165,33 @@ class StepMemory:
                 yield LiveBytes(point.activations, gradients, point.buffers + gathered + buffers)
 
     def _points(self, chunk: int, samples: int, split: bool) -> Iterator[_Point]:
+        """Yield the events of the backward of head, layers and embedding, in the order of execution."""
         layout, model_chunk = self.layout, self.layout.stage_chunks(self.stage)[chunk]
         tied = layout.config.model.tie_embeddings
         embedding_saved = saved_tensors.saved_by_embedding(layout)
-        embedding = self._size(embedding_saved, samples) if model_chunk.has_embedding else 0
-        layer = self._size(saved_tensors.saved_by_layer(layout), samples)
+        embedding = self._tensor_bytes(embedding_saved, samples) if model_chunk.has_embedding else 0
+        layer = self._tensor_bytes(saved_tensors.saved_by_layer(layout), samples)
         head_gradient = (
-            self._size(VOCABULARY_GRADIENT, samples)
+            self._tensor_bytes(VOCABULARY_GRADIENT, samples)
             if model_chunk.has_head and model_chunk.has_embedding and tied and not split
             else 0
         )
 
         def point(place: int | str, event: BackwardEvent, saved: int, at_entry: int) -> _Point:
             head = head_gradient * (place not in (HEAD, EMBEDDING))
-            waiting = self._size([t for t in event.temporaries if t.name == FOR_WEIGHT_GRADIENT], samples)
-            buffers = self._size(event.temporaries, samples) - waiting
+            waiting = self._tensor_bytes([t for t in event.temporaries if t.name == FOR_WEIGHT_GRADIENT], samples)
+            buffers = self._tensor_bytes(event.temporaries, samples) - waiting
             return _Point(place, event.num_ready_gradients, saved + waiting, at_entry, buffers + head, head)
 
         if model_chunk.has_head:
             saved, below = saved_tensors.saved_by_head(layout), embedding + len(model_chunk.layers) * layer
             for event in backward_events.head_backward_events(layout, split):
-                yield point(HEAD, event, below + self._size(saved[: event.num_saved], samples), below)
-        per_layer = self._size(saved_tensors.saved_for_weight_gradients(), samples) if split else 0
+                yield point(HEAD, event, below + self._tensor_bytes(saved[: event.num_saved], samples), below)
+        per_layer = self._tensor_bytes(saved_tensors.saved_for_weight_gradients(), samples) if split else 0
         waiting = (
-            self._size(saved_tensors.saved_for_head_weight_gradient(), samples) if split and model_chunk.has_head else 0
+            self._tensor_bytes(saved_tensors.saved_for_head_weight_gradient(), samples)
+            if split and model_chunk.has_head
+            else 0
         )
         recompute = layout.config.recompute == "block"
         all_saved = saved_tensors.saved_by_layer_without_recompute(layout)
@@ -193,15 +200,17 @@ class StepMemory:
         for position, layer_index in reversed(list(enumerate(model_chunk.layers))):
             for event in backward_events.layer_backward_events(layout, split):
                 live = embedding + (position + recompute) * layer
-                live += self._size(saved[: event.num_saved - kept_input], samples)
+                live += self._tensor_bytes(saved[: event.num_saved - kept_input], samples)
                 yield point(layer_index, event, live + waiting, embedding + (position + 1) * layer + waiting)
             waiting += per_layer
         if model_chunk.has_embedding:
             for event in backward_events.embedding_backward_events(layout, bool(head_gradient)):
-                yield point(EMBEDDING, event, self._size(embedding_saved[: event.num_saved], samples), embedding)
+                yield point(
+                    EMBEDDING, event, self._tensor_bytes(embedding_saved[: event.num_saved], samples), embedding
+                )
 
     def _weight_gradient_peak(self, chunk: int, samples: int, split: bool) -> PeakBytes:
-        """The peak of the weight gradients (W) of a split backward: at the start or at the end."""
+        """Return the peak of the weight gradients (W) of a split backward: at the start or at the end."""
         if not split or not samples:
             return _peak_of([])
         model_chunk = self.layout.stage_chunks(self.stage)[chunk]
@@ -209,7 +218,9 @@ class StepMemory:
             self.layout, model_chunk, samples, split
         ).for_weight_gradients
         largest = VOCABULARY_GRADIENT if model_chunk.has_head else backward_events.LARGEST_LAYER_GRADIENT
-        others = self._size(largest, samples) + self.temporary.gathered_parameter_bytes(chunk, model_chunk.layers[0])
+        others = self._tensor_bytes(largest, samples) + self.temporary.gathered_parameter_bytes(
+            chunk, model_chunk.layers[0]
+        )
         candidates = []
         for saved, at_start in ((waiting, True), (0, False)):
             ready = len(states.LAYER_PARAMETERS)
@@ -219,13 +230,14 @@ class StepMemory:
 
 
 def _peak_of(candidates: Iterable[LiveBytes]) -> PeakBytes:
+    """Return the peaks over all candidates: of all kinds together, and of activations and buffers alone."""
     candidates = list(candidates) or [LiveBytes()]
     saved, buffers = (max(getattr(live, kind) for live in candidates) for kind in ("activations", "buffers"))
     return PeakBytes(max(candidates, key=sum), saved, buffers)
 
 
-def _add(peak: PeakBytes, activation_bytes: int, buffer_bytes: int) -> PeakBytes:
-    """The same peak with the activations and buffers of other micro-batches added."""
+def _add_other_micro_batches(peak: PeakBytes, activation_bytes: int, buffer_bytes: int) -> PeakBytes:
+    """Return the peak with the activations and buffers of other micro-batches in flight added."""
     total = peak.at_peak
     total = total._replace(activations=total.activations + activation_bytes, buffers=total.buffers + buffer_bytes)
     return PeakBytes(total, peak.activations + activation_bytes, peak.buffers + buffer_bytes)

@@ -151,6 +151,7 @@ def _saved_by_attention(layout: RunLayout) -> list[SymbolicTensor]:
 
 
 def _queries_keys_values() -> list[SymbolicTensor]:
+    """Return the rotated queries, keys and values of one layer, which attention saves."""
     kv_shape = "b kv/tp s/cp d"
     return [
         SymbolicTensor("query", "b heads/tp s/cp d"),
@@ -160,6 +161,7 @@ def _queries_keys_values() -> list[SymbolicTensor]:
 
 
 def _uses_ulysses(layout: RunLayout) -> bool:
+    """Return whether attention runs as Ulysses, with an all-to-all of heads and sequence."""
     return layout.mesh.cp > 1 and layout.config.parallel.context == "ulysses"
 
 
@@ -172,6 +174,7 @@ def _dropout_addresses(layout: RunLayout) -> list[SymbolicTensor]:
 
 
 def _dropout_mask(layout: RunLayout) -> list[SymbolicTensor]:
+    """Return the mask that one dropout saves; [] without dropout."""
     return [SymbolicTensor("dropout mask", SHARDED_HIDDEN, "bool")] if layout.config.model.dropout else []
 
 

@@ -54,6 +54,7 @@ class Dimensions:
         return math.prod(self.local_shape(formula))
 
     def _local_size(self, word: str) -> int:
+        """Return the size that a word of a formula, such as "s/cp", stands for; rounded up."""
         name, *axes = word.split("/")
         full = int(name) if name.isdigit() else self.sizes[name]
         return -(-full // math.prod(self.axis_sizes[axis] for axis in axes))

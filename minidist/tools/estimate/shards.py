@@ -66,7 +66,10 @@ def plan_local_flat_params(layout: RunLayout, ranks_by_group: RanksByGroup, rank
 
 
 def _replica_group(layout: RunLayout, groups: RanksByGroup, rank: int, parameter: LocalParameter) -> str | None:
-    """The group spec of the contributors that have the same shard of a parameter; None if this rank is the only one."""
+    """Return the group spec of the ranks that have the same shard of a parameter and add to its gradient.
+
+    None if this rank is the only one.
+    """
     shard_groups = groups["grads"]
     replicas = contributing_ranks(parameter.tp_sum_rule, parameter.stages, layout, rank)
     if layout.config.zero.stage:
@@ -78,7 +81,7 @@ def _replica_group(layout: RunLayout, groups: RanksByGroup, rank: int, parameter
 
 
 def _completing_chunk(layout: RunLayout, stage: int, parameter: LocalParameter) -> int:
-    """The chunk of the stage whose backward is the last to contribute to a parameter's gradient."""
+    """Return the chunk of the stage whose backward is the last to contribute to a parameter's gradient."""
     if layout.schedule is None:
         return 0
     block, chunks = block_index(parameter.name), layout.stage_chunks(stage)
@@ -151,7 +154,7 @@ def flat_param_operations(
 
 
 def _count_all_gathers(layout: RunLayout, stage: int) -> Counter[int]:
-    """How often ZeRO-3 gathers each block of a pipeline stage in a step."""
+    """Count how often ZeRO-3 gathers each block of a pipeline stage in a step."""
     chunks, schedule, config = layout.stage_chunks(stage), layout.schedule, layout.config
     if schedule is None:
         actions = [op for _ in range(config.train.micro_batches) for op in (("F", 0), ("B", 0), ("end", 0))]

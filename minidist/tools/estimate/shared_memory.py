@@ -105,7 +105,7 @@ def shared_segment_bytes(traffic: Traffic, rank: int) -> int:
 
 
 def _messages(traffic: Traffic, rank: int) -> Iterator[Operation]:
-    """The operations of a step, and the broadcast of the initial parameters."""
+    """Yield the operations of a step, and the broadcast of the initial parameters."""
     for operation in traffic.operations(rank):
         if len(traffic.group_ranks(operation[0], rank)) > 1:
             yield operation
@@ -116,11 +116,12 @@ def _messages(traffic: Traffic, rank: int) -> Iterator[Operation]:
 
 
 def _parameter_sizes(layout: RunLayout) -> list[int]:
-    """The unsharded sizes of all kinds of parameters, in elements."""
+    """Return the unsharded sizes of all parameters, in elements."""
     model = layout.config.model
     hidden, heads = model.hidden_size, model.num_kv_heads * model.head_dim
     return [model.vocab_size * hidden, hidden * hidden, heads * hidden, model.intermediate_size * hidden, hidden]
 
 
 def _round_to_pages(count: float) -> int:
+    """Return a number of bytes rounded up to whole pages."""
     return -(-int(count) // PAGE) * PAGE

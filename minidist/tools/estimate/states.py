@@ -60,13 +60,18 @@ def local_parameters(layout: RunLayout, stage: int) -> list[LocalParameter]:
         declared += HEAD_PARAMETERS[: 1 if tied else 2]
     return [
         LocalParameter(
-            name, sizes.local_numel(shape), 1 if shape == "h" else 2, tp_sum_rule, _stages(layout, stage, name, tied)
+            name,
+            sizes.local_numel(shape),
+            1 if shape == "h" else 2,
+            tp_sum_rule,
+            _stages_with_parameter(layout, stage, name, tied),
         )
         for name, shape, tp_sum_rule in declared
     ]
 
 
-def _stages(layout: RunLayout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
+def _stages_with_parameter(layout: RunLayout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
+    """Return the pipeline stages that have a parameter of `stage`: two for a tied embedding, else one."""
     if tied and name == EMBEDDING_PARAMETERS[0][0] and layout.schedule:
         return first_and_last_stages(layout.schedule)
     return (stage,)
@@ -138,9 +143,9 @@ def moments_per_element(optim: OptimConfig, *, hidden_matrix: bool) -> int:
 
 
 def outer_bytes_per_element(consistency: ConsistencyConfig, policy: Policy) -> int:
-    """Return the bytes of DiLoCo's outer state per element of the masters; 0 in the other modes of consistency.
+    """Return the bytes of DiLoCo's outer state per element of the masters; 0 in the other synchronization modes.
 
-    The outer state is the parameters at the last merge and the outer momentum, both in at least float32.
+    The outer state is the parameters at the last averaging and the outer momentum, both in at least float32.
     """
     return 2 * master_bytes_when_merged(policy) if consistency.mode == "diloco" else 0
 
@@ -151,7 +156,7 @@ def error_bytes_per_element(consistency: ConsistencyConfig, policy: Policy) -> i
 
 
 def master_bytes_when_merged(policy: Policy) -> int:
-    """Return the bytes of an element of the masters in a merge of replicas, which is in at least float32."""
+    """Return the bytes of an element of the masters while replicas are averaged, in at least float32."""
     return max(PRECISION_BYTES[policy.master or policy.state], PRECISION_BYTES["fp32"])
 
 

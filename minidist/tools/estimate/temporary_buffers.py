@@ -90,7 +90,7 @@ class GradientAndBufferSizes:
 
     def gradient_bytes_before_backward(self) -> int:
         """Return the bytes of the gradients that exist when the last backward of a step begins."""
-        return 0 if self._allocated_in_backward and not self.accumulates else self.gradient_bytes
+        return 0 if self._allocates_shards_in_backward and not self.accumulates else self.gradient_bytes
 
     def gradient_and_buffer_bytes(
         self, chunk: int, place: int | str, num_ready: int, split_backward: bool = False
@@ -111,7 +111,7 @@ class GradientAndBufferSizes:
         if not shards.uses_flat_params(self.layout):
             computed = sum(self._parameters[name].numel for name in names) * self.grad_size
             return GradientAndBufferBytes(
-                computed if self._allocated_in_backward and not self.accumulates else self.gradient_bytes, 0
+                computed if self._allocates_shards_in_backward and not self.accumulates else self.gradient_bytes, 0
             )
         launched = self.launched_reductions(chunk, place, num_ready)
         if not self.zero.shards_gradients:
@@ -120,7 +120,7 @@ class GradientAndBufferSizes:
                 self.gradient_bytes, sum(in_flight) if self.wire_size != self.grad_size else 0
             )
         buffers = self._waiting_bytes(names, launched) + self._in_flight_bytes(chunk, launched, MAX_IN_FLIGHT)
-        return GradientAndBufferBytes(self._shard_bytes(launched), buffers)
+        return GradientAndBufferBytes(self._gradient_shard_bytes(launched), buffers)
 
     def bytes_while_filling_flat_gradient(
         self, chunk: int, flat_param_index: int, place: int | str, num_ready: int
@@ -139,7 +139,7 @@ class GradientAndBufferSizes:
         wire_copies = self._send_bytes(flat) if self.wire_size != self.grad_size else 0
         buffers = full + waiting + max(copied, shard * self.accumulates + wire_copies)
         return GradientAndBufferBytes(
-            self._shard_bytes(before), buffers + self._in_flight_bytes(chunk, before, MAX_IN_FLIGHT - 1)
+            self._gradient_shard_bytes(before), buffers + self._in_flight_bytes(chunk, before, MAX_IN_FLIGHT - 1)
         )
 
     def launched_reductions(self, chunk: int, place: int | str, num_ready: int) -> list[LocalFlatParam]:
@@ -162,9 +162,11 @@ class GradientAndBufferSizes:
         return list(itertools.takewhile(lambda flat: flat.layout.slots.keys() <= names, flat_params))
 
     def _flat_params_of(self, chunk: int) -> list[LocalFlatParam]:
+        """Return the flat parameters whose gradients the backward of this chunk completes."""
         return [flat for flat in self.flat_params if flat.chunk == chunk]
 
-    def _shard_bytes(self, launched: Sequence[LocalFlatParam]) -> int:
+    def _gradient_shard_bytes(self, launched: Sequence[LocalFlatParam]) -> int:
+        """Return the bytes of gradient shards on this rank once these reductions are launched."""
         return (
             self.gradient_bytes
             if self.accumulates
@@ -195,7 +197,8 @@ class GradientAndBufferSizes:
         return (full + flat.layout.shard_numel) * self.wire_size
 
     @property
-    def _allocated_in_backward(self) -> bool:
+    def _allocates_shards_in_backward(self) -> bool:
+        """Whether backward allocates the gradient shards one by one, as ZeRO-2 and ZeRO-3 do."""
         return shards.uses_flat_params(self.layout) and self.zero.shards_gradients
 
     def _ready_gradients(self, chunk: int, place: int | str, num_ready: int) -> set[str]:
@@ -225,7 +228,7 @@ class GradientAndBufferSizes:
         return sum(map(self._send_bytes, self.flat_params)) * copied
 
     def merge_temporary_bytes(self) -> int:
-        """Return the bytes of the temporary tensors of a merge of replicas by local averaging or DiLoCo; else 0.
+        """Return the bytes of the temporary tensors of averaging replicas by local SGD or DiLoCo; else 0.
 
         They are a copy of the masters in the largest fragment, and under DiLoCo the outer gradient. Quantization takes
         about three more, and a byte per element for the message.

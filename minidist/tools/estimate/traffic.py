@@ -1,4 +1,4 @@
-"""The collectives and transfers of one training step on each rank, and the bytes they send: modelled, not counted.
+"""The collectives and sends of one training step on each rank, and the bytes they send: modelled, not counted.
 
 A transfer is a send from one rank to another. Only the step itself is covered: not the broadcast of initial parameters,
 log lines, evaluation or checkpoints. Process groups are named by their group spec (`process_groups`), such as "tensor".
@@ -33,7 +33,7 @@ class Traffic:
         self._reduction_operations = cache(self._list_reductions)
         self._flat_params = cache(self._plan_flat_params)
         self._model_operations = cache(self._list_model_operations)
-        self._matrix_plan = cache(self._plan_matrices)
+        self._matrix_plan = cache(self._assign_matrix_owners)
         how = layout.config.consistency
         self._control = "replica" if how.merges_replicas or how.is_asynchronous else "control"
 
@@ -46,6 +46,10 @@ class Traffic:
         return self._flat_params(coords["pp"], coords["tp"])
 
     def _plan_flat_params(self, stage: int, tensor: int) -> list[LocalFlatParam]:
+        """Return the flat parameters of the ranks with these coordinates; [] where parameters are not flattened.
+
+        stage, tensor: the coordinates pp and tp.
+        """
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
         if not shards.uses_flat_params(self.layout):
             return []
@@ -71,16 +75,16 @@ class Traffic:
         model = self._model_operations(coords["pp"], tuple(self.layout.micro_batch_sizes(coords["dp"])))
         reductions = self._reduction_operations(coords["pp"], coords["tp"])
         if self.layout.config.consistency.mode == "central":
-            reductions = self._list_central(rank)
+            reductions = self._list_central_server_operations(rank)
         if self.layout.config.consistency.is_asynchronous:
-            reductions = self._list_asynchronous(rank)
-        return reductions + model + self._matrix_exchange(rank)
+            reductions = self._list_asynchronous_operations(rank)
+        return reductions + model + self._list_muon_transfers(rank)
 
-    def _replica_merge_operations(self, rank: int) -> Counter[Operation]:
-        """How often each collective and each send runs on this rank for one merge of all fragments of the replicas.
+    def _list_replica_averaging_operations(self, rank: int) -> Counter[Operation]:
+        """Count each collective and send of this rank in one averaging of all fragments of the replicas.
 
-        These follow each other within `consistency.h` steps, in addition to `operations`; empty if the run has no
-        replicas to merge.
+        These follow each other within `consistency.h` steps, in addition to `operations`; empty if the run averages no
+        replicas.
         """
         how, policy = self.layout.config.consistency, self.layout.policy
         if not how.merges_replicas:
@@ -121,8 +125,8 @@ class Traffic:
         holders = ranks_with(self.layout.mesh, parameter.stages, dp_coords, tuple(tp_coords))
         return tuple(other for other in holders if self.shard_index(other) == self.shard_index(rank))
 
-    def _list_central(self, rank: int) -> Counter[Operation]:
-        """Gradients to the server, parameters from it, token count and agreement."""
+    def _list_central_server_operations(self, rank: int) -> Counter[Operation]:
+        """Count the operations with a central server: gradients to it, parameters from it, token count and decision."""
         layout, double = self.layout, DTYPE_BYTES["float64"]
         sizes = [parameter.numel for parameter in states.local_parameters(layout, 0)]
         element_bytes, ranks = DTYPE_BYTES[layout.dtype], layout.mesh.dp
@@ -133,8 +137,11 @@ class Traffic:
             operations["grads", "send", sum(sizes) + len(sizes), element_bytes] += 1
         return operations
 
-    def _list_asynchronous(self, rank: int) -> Counter[Operation]:
-        """A message to the server and one from it, with a flag per parameter and one more; none in a pause."""
+    def _list_asynchronous_operations(self, rank: int) -> Counter[Operation]:
+        """Count the messages between an asynchronous worker and its server in one step; none while the worker pauses.
+
+        A message has a flag per parameter and one more, besides the gradients or parameters.
+        """
         layout = self.layout
         sizes = [parameter.numel for parameter in states.local_parameters(layout, 0)]
         messages = layout.mesh.dp - 1 if rank == layout.config.consistency.server else 1
@@ -145,16 +152,18 @@ class Traffic:
 
         Groups of one rank are left out, and so are the bytes of `replica_merge_bytes`.
         """
-        return self._sent_bytes(rank, self.operations(rank))
+        return self._sent_bytes_by_group(rank, self.operations(rank))
 
     def replica_merge_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that `rank` sends for one merge of all fragments, by the name of the group spec.
+        """Return the bytes that `rank` sends for one averaging of all fragments, by the name of the group spec.
 
-        Replicas (local SGD, DiLoCo, gossip) are merged every `consistency.h` steps; {} if the run has no replicas.
+        Replicas (local SGD, DiLoCo, gossip) are averaged every `consistency.h` steps; {} if the run averages no
+        replicas.
         """
-        return self._sent_bytes(rank, self._replica_merge_operations(rank))
+        return self._sent_bytes_by_group(rank, self._list_replica_averaging_operations(rank))
 
-    def _sent_bytes(self, rank: int, operations: Counter[Operation]) -> dict[str, int]:
+    def _sent_bytes_by_group(self, rank: int, operations: Counter[Operation]) -> dict[str, int]:
+        """Return the bytes that `rank` sends in these operations, by group spec."""
         sent: Counter[str] = Counter()
         for (spec, name, elements, element_bytes), times in operations.items():
             group = self._groups[spec][rank]
@@ -163,8 +172,8 @@ class Traffic:
                 sent[spec] += times * element_bytes * sent_by_rank
         return dict(sent)
 
-    def _matrix_exchange(self, rank: int) -> Counter[Operation]:
-        """The transfers around Muon's update: shards to the ranks that update a matrix, and updated shards back."""
+    def _list_muon_transfers(self, rank: int) -> Counter[Operation]:
+        """Count the transfers around Muon's update: shards to the owner of each matrix, and updated shards back."""
         ranks, policy = self.group_ranks("matrices", rank), self.layout.policy
         if len(ranks) < 2:
             return Counter()
@@ -172,11 +181,12 @@ class Traffic:
         sent = sum(count_elements_sent_by_muon(plan, ranks.index(rank)))
         return Counter([("matrices", "send", sent, PRECISION_BYTES[policy.master or policy.state])])
 
-    def _plan_matrices(self, ranks: Sequence[int]) -> MatrixPlan:
+    def _assign_matrix_owners(self, ranks: Sequence[int]) -> MatrixPlan:
+        """Return which of `ranks` updates each matrix under Muon."""
         return assign_matrix_owners([self._matrix_shards(rank) for rank in ranks])
 
     def _matrix_shards(self, rank: int) -> dict[str, MatrixShard]:
-        """The elements of each matrix of a layer that this rank stores."""
+        """Return the elements of each matrix of a layer that this rank stores, by name."""
         matrix_shards = {}
         for parameter, start, stop in self.local_ranges(rank):
             if is_hidden_matrix(parameter.name, parameter.dimensions):
@@ -185,7 +195,7 @@ class Traffic:
         return matrix_shards
 
     def _list_reductions(self, stage: int, tensor: int) -> Counter[Operation]:
-        """The reductions of gradients, token count, and the vector on which all ranks agree before the update."""
+        """Count the reductions of gradients and token count, and the all-reduce of the ranks' decision on the step."""
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
         double = DTYPE_BYTES["float64"]
         # Loss, norm, whether to stop, whether a checkpoint is written, whether to continue with other ranks; with flat
@@ -200,19 +210,22 @@ class Traffic:
         return reductions + Counter([("loss", "all_reduce", 1, double), (self._control, "all_reduce", agreed, double)])
 
     def _list_model_operations(self, stage: int, micro_batches: tuple[int, ...]) -> Counter[Operation]:
-        """Forward and backward of the micro-batches that have samples, through all chunks of a stage."""
+        """Count the operations of forward and backward of the micro-batches that have samples, in all chunks."""
         operations: Counter[Operation] = Counter()
         for samples in filter(None, micro_batches):
             sizes = Dimensions.of_micro_batch(self.layout, samples)
             for number, chunk in enumerate(self.layout.stage_chunks(stage)):
-                operations.update(self._tensor_parallel(sizes, chunk))
-                for operation in [*self._context_parallel(sizes), *self._recomputation(sizes)]:
+                operations.update(self._list_tensor_parallel_operations(sizes, chunk))
+                for operation in [
+                    *self._list_context_parallel_operations(sizes),
+                    *self._list_recomputed_operations(sizes),
+                ]:
                     operations[operation] += len(chunk.layers)
-                operations.update(self._pipeline_transfers(sizes, stage, number))
+                operations.update(self._list_pipeline_transfers(sizes, stage, number))
         return operations
 
-    def _tensor_parallel(self, sizes: Dimensions, chunk: ModelChunk) -> Counter[Operation]:
-        """Entering and leaving the tensor-parallel regions, and the vocabulary-parallel loss."""
+    def _list_tensor_parallel_operations(self, sizes: Dimensions, chunk: ModelChunk) -> Counter[Operation]:
+        """Count the operations that enter and leave the tensor-parallel regions, and the vocabulary-parallel loss."""
         layout = self.layout
         if layout.mesh.tp == 1:
             return Counter()
@@ -231,8 +244,8 @@ class Traffic:
             operations["tensor", "all_reduce", 2 * tokens, compute_bytes] += 1  # softmax denominator, label's logit
         return operations
 
-    def _context_parallel(self, sizes: Dimensions) -> Iterator[Operation]:
-        """The exchanges of one layer's attention, forward and backward."""
+    def _list_context_parallel_operations(self, sizes: Dimensions) -> Iterator[Operation]:
+        """Yield the exchanges of one layer's attention, forward and backward."""
         layout, cp = self.layout, self.layout.mesh.cp
         if cp == 1:
             return
@@ -248,8 +261,8 @@ class Traffic:
             yield "context", "all_to_all", sizes.local_numel(formula), element_bytes
             yield "context", "all_to_all", sizes.local_numel(formula), element_bytes
 
-    def _recomputation(self, sizes: Dimensions) -> Iterator[Operation]:
-        """The operations that the recomputation of one layer runs again."""
+    def _list_recomputed_operations(self, sizes: Dimensions) -> Iterator[Operation]:
+        """Yield the operations that the recomputation of one layer runs again."""
         layout, element_bytes = self.layout, DTYPE_BYTES[self.layout.dtype]
         recompute, cp, hidden = layout.config.recompute, layout.mesh.cp, sizes.local_numel(HIDDEN)
         if recompute == "none":
@@ -269,8 +282,11 @@ class Traffic:
             else:
                 yield from leaving * [("tensor", "all_reduce", hidden, element_bytes)]
 
-    def _pipeline_transfers(self, sizes: Dimensions, stage: int, chunk: int) -> Counter[Operation]:
-        """Activations to the next chunk and gradients to the previous one, where another stage has them."""
+    def _list_pipeline_transfers(self, sizes: Dimensions, stage: int, chunk: int) -> Counter[Operation]:
+        """Count the sends of activations to the next chunk and of their gradients to the previous one.
+
+        A chunk on the same stage gets them without a send.
+        """
         schedule, operations = self.layout.schedule, Counter()
         if schedule is None:
             return operations

@@ -65,7 +65,7 @@ def agree_on_attempt(store: "Store", rank: int, size: int, timeout_s: float = 60
     while missing := [other for other in range(1, size) if not store.check([f"{attempt}/confirmed/{other}"])]:
         if store.check([_CONFLICT]):
             time.sleep(3 * _MAX_PERIOD_S)  # for the others to see it, before the store ends with this process
-        _raise_conflict(store)
+        _raise_if_conflict(store)
         if time.monotonic() > end_s:
             raise RunError(f"{format_ranks(missing)} of {size} did not start within {timeout_s:g} s. {hint}")
         requests = [f"request/{other}" for other in missing]
@@ -84,13 +84,14 @@ def _wait_for_key(store: "Store", key: str, timeout_s: float, hint: str) -> None
     """
     end_s, period_s = time.monotonic() + timeout_s, _PERIOD_S
     while not store.check([key]):
-        _raise_conflict(store)
+        _raise_if_conflict(store)
         if time.monotonic() > end_s:
             raise RunError(f"rank 0 has not answered within {timeout_s:g} s. {hint}")
         time.sleep(period_s)
         period_s = min(2 * period_s, _MAX_PERIOD_S)
 
 
-def _raise_conflict(store: "Store") -> None:
+def _raise_if_conflict(store: "Store") -> None:
+    """Raise the UserError that another rank has stored, if one has."""
     if store.check([_CONFLICT]):
         raise UserError(store.get(_CONFLICT).decode())

@@ -168,6 +168,7 @@ class RankServer:
             self._process.wait()
 
     def _start_server(self) -> None:
+        """Start a server process; its end of the connection is inherited."""
         own_end, server_end = socket.socketpair()
         code = (
             f"import sys; sys.path.insert(0, {_ROOT!r}); from minidist.tools.launch.server import main; "
@@ -186,7 +187,7 @@ class RankServer:
         self._connect(own_end)
 
     def _connect(self, own_end: socket.socket) -> None:
-        """Begin to talk to a new server process over this end of its socket."""
+        """Make the socket `own_end` the connection to a new server process."""
         self._connection, self._is_ready, self._has_ended = MessageSocket(own_end), False, False
 
     # Five steps that a subclass changes if it does not trust the code that runs on the ranks, or runs them elsewhere.
@@ -237,10 +238,12 @@ class RankServer:
         return messages is not None
 
     def _send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        """Send a message to the server. Does nothing if the server has ended, which the next read notices."""
         with contextlib.suppress(OSError):  # the next read notices that the server has ended
             self._connection.send(message, fds)
 
     def _get_spawning_server(self) -> "RankServer":
+        """Return a second server, with method "spawn", for jobs on CUDA; the first call creates it."""
         if self._spawner is None:
             self._spawner = RankServer(env=self.env, method="spawn")
         return self._spawner
@@ -256,6 +259,7 @@ def launch(function: Callable, ranks: int, args: Sequence = (), *, env=None, met
 
 
 def _pickle_arguments(function: Callable, arguments: tuple) -> bytes:
+    """Pickle the arguments of a function. Raises UserError if that is impossible."""
     try:
         return pickle.dumps(arguments, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -270,6 +274,8 @@ def forward_signals(job: "Job", *signals: signal.Signals):
 
 
 class _SignalForwarding:
+    """Context manager that forwards signals of this process to the ranks of a job."""
+
     def __init__(self, job: "Job", signals: Sequence[signal.Signals]):
         self._job, self._signals = job, signals
 

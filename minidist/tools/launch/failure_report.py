@@ -23,17 +23,19 @@ def report_deaths(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | No
     rank that raised only because its connection to a dead rank broke is reported as waiting.
     """
     dead = [number for number, rank in enumerate(ranks) if rank.has_died]
-    lines = _merged_deaths({n: ranks[n] for n in dead})
+    lines = _describe_deaths({n: ranks[n] for n in dead})
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     own = {n: error for n, error in errors.items() if not error.is_connection_error}
-    lines += _merged_errors(own)
+    lines += _describe_errors(own)
     # gloo aborts on mismatched sizes in a thread of its own: the launched operations then explain more than the signal.
     seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(snapshots) if s is not None}
     if verdict := find_operation_mismatch(seen):
-        failure = _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
+        failure = _make_rank_failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
     else:
-        others = {n: _status_before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own}
-        failure = _failure("died", dead, [*lines, *_describe_others(others)], own)
+        others = {
+            n: _get_status_before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own
+        }
+        failure = _make_rank_failure("died", dead, [*lines, *_describe_others(others)], own)
     failure.stacks = {n: ranks[n].crash_stack for n in dead if ranks[n].crash_stack}
     return failure
 
@@ -56,9 +58,9 @@ def report_errors(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | No
     # A backend may refuse a mismatch before deadlock detection sees it: the status also has the groups and lines.
     verdict = find_operation_mismatch({n: s for n, s in enumerate(snapshots) if s is not None})
     if verdict and all(error.is_connection_error for error in errors.values()):
-        return _failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
+        return _make_rank_failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
     others = {n: snapshots[n] for n in range(len(ranks)) if n not in errors}
-    return _failure("raised", list(errors), [*_merged_errors(errors), *_describe_others(others)], errors)
+    return _make_rank_failure("raised", list(errors), [*_describe_errors(errors), *_describe_others(others)], errors)
 
 
 def report_missed_deadline(
@@ -74,12 +76,15 @@ def report_missed_deadline(
     short = {n: "\n".join(stack.splitlines()[:_MAX_FRAMES]) for n, stack in stacks.items()}
     for stack, same in _group_by_value(short).items():
         lines += [f"{format_ranks(same)}, innermost call first:", *stack.splitlines()] if stack else []
-    failure = _failure("deadline", range(len(snapshots)), lines, {})
+    failure = _make_rank_failure("deadline", range(len(snapshots)), lines, {})
     failure.stacks = dict(stacks)
     return failure
 
 
-def _failure(kind: str, ranks: Sequence[int], lines: Sequence[str], errors: Mapping[int, RankError]) -> RankFailure:
+def _make_rank_failure(
+    kind: str, ranks: Sequence[int], lines: Sequence[str], errors: Mapping[int, RankError]
+) -> RankFailure:
+    """Return a RankFailure whose report is `lines`; the tracebacks of `errors` are added as notes."""
     failure = RankFailure(kind, ranks, "\n".join(lines))
     failure.tracebacks = {n: error.traceback for n, error in errors.items()}
     for traceback, same in _group_by_value(failure.tracebacks).items():
@@ -87,8 +92,8 @@ def _failure(kind: str, ranks: Sequence[int], lines: Sequence[str], errors: Mapp
     return failure
 
 
-def _merged_errors(errors: Mapping[int, RankError]) -> list[str]:
-    """Return one short message per distinct error."""
+def _describe_errors(errors: Mapping[int, RankError]) -> list[str]:
+    """Return one short message per distinct error, with the ranks that raised it."""
     lines = []
     same = _group_by_value({n: error._replace(traceback="") for n, error in errors.items()})
     for error, ranks in list(same.items())[:_MAX_ERRORS]:
@@ -99,8 +104,8 @@ def _merged_errors(errors: Mapping[int, RankError]) -> list[str]:
     return lines + ([f"... and {len(same) - _MAX_ERRORS} other errors"] if len(same) > _MAX_ERRORS else [])
 
 
-def _merged_deaths(dead: Mapping[int, RankHandle]) -> list[str]:
-    """Return the cause of each death; after a crash also the C++ error and the innermost Python calls."""
+def _describe_deaths(dead: Mapping[int, RankHandle]) -> list[str]:
+    """Return the cause of each death as text; after a crash also the C++ error and the innermost Python calls."""
     texts = {}
     for n, rank in dead.items():
         details = [*rank.abort_message.splitlines(), *rank.crash_stack.splitlines()[: 1 + _MAX_FRAMES]]
@@ -111,11 +116,12 @@ def _merged_deaths(dead: Mapping[int, RankHandle]) -> list[str]:
 
 
 def _describe_others(others: Mapping[int, Snapshot | None]) -> list[str]:
+    """Return lines about what the other ranks were doing; [] if there are none."""
     return ["meanwhile", *describe_ranks(others)] if others else []
 
 
-def _status_before_error(snapshot: Snapshot | None) -> Snapshot | None:
-    """Return the status that a rank had while it waited, if it failed because its connection broke."""
+def _get_status_before_error(snapshot: Snapshot | None) -> Snapshot | None:
+    """Return the status of a rank while it waited, if it failed because its connection broke; else its status."""
     if snapshot is not None and snapshot.state == "failed" and snapshot.wait_channel is not None:
         return replace(snapshot, state="waiting")
     return snapshot

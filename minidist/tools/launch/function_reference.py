@@ -46,7 +46,7 @@ def make_function_reference(function: Callable) -> FunctionReference:
         file = os.path.abspath(inspect.getsourcefile(inspect.unwrap(function)))
     except TypeError:
         file = None
-    if module != "__main__" and _importable(module, file):
+    if module != "__main__" and _is_importable(module, file):
         return FunctionReference(module, qualname, None)
     if file is None or not os.path.exists(file):
         raise UserError(f"{qualname} of {module} cannot be sent to ranks: its source is not in a file")
@@ -62,7 +62,7 @@ def resolve_function(ref: FunctionReference) -> Callable:
     """
     source = ref.file or ref.module
     try:
-        module = _load(ref.module, ref.file) if ref.file else importlib.import_module(ref.module)
+        module = _load_file(ref.module, ref.file) if ref.file else importlib.import_module(ref.module)
     except BaseException as error:
         raise RunError(f"{source} cannot be imported on the ranks: {type(error).__name__}: {error}") from error
     target: Any = module
@@ -73,7 +73,7 @@ def resolve_function(ref: FunctionReference) -> Callable:
     return target
 
 
-def _importable(name: str, file: str | None) -> bool:
+def _is_importable(name: str, file: str | None) -> bool:
     """Return whether a fresh interpreter with this sys.path would find this file under this module name.
 
     `importlib.util.find_spec` would answer from sys.modules, where pytest puts test files no other process can import.
@@ -89,6 +89,7 @@ def _importable(name: str, file: str | None) -> bool:
 
 
 def _find_spec(name: str, path):
+    """Return the import specification of a module, from the finders alone; None if none knows it."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path) if find else None
@@ -97,7 +98,8 @@ def _find_spec(name: str, path):
     return None
 
 
-def _load(name: str, file: str):
+def _load_file(name: str, file: str):
+    """Load a source file as module `name`, or as `__main__` under an alias; return the module."""
     name = MAIN_ALIAS if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None:

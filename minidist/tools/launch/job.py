@@ -154,7 +154,7 @@ class Job:
 
     def kill(self) -> None:
         """Kill all ranks of the job and wait until they have ended. A later `wait` raises RankFailure."""
-        self._end(RankFailure("killed", range(self.size), "the job was killed"))
+        self._kill_and_finish(RankFailure("killed", range(self.size), "the job was killed"))
 
     def status_snapshots(self) -> list[Snapshot | None]:
         """Return the current status of each rank, in rank order; None for a rank that is just updating its status, or
@@ -192,6 +192,7 @@ class Job:
     # -- implementation -----------------------------------------------------------------------------------------------
 
     def _start_ranks(self, bootstrap: dict) -> None:
+        """Start a process for every rank, with the store that rank 0 or this process serves."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()  # earlier output of this process must precede that of the ranks
@@ -208,14 +209,15 @@ class Job:
             self._send_bootstrap(number)
 
     def _start_rank(self, number: int, store_fd: tuple[int, ...] = ()) -> RankHandle:
+        """Ask the server to start one process; return its handle. store_fd: the listening socket, on rank 0."""
         control, their_control = socket.socketpair()
         stack_fd, their_stack = os.pipe()
         output_fd, their_output = os.pipe() if self._capture else (None, None)
         rank = RankHandle(control, output_fd, stack_fd, self._server.load_message)
-        self._listen(control, rank.read_messages)
-        self._listen(stack_fd, rank.read_stack_bytes)
+        self._register_reader(control, rank.read_messages)
+        self._register_reader(stack_fd, rank.read_stack_bytes)
         if self._capture:
-            self._listen(output_fd, rank.read_output)
+            self._register_reader(output_fd, rank.read_output)
         streams = (their_output, their_output) if self._capture else (1, 2)
         fds = (*streams, their_control.fileno(), their_stack, self._status_fd, *store_fd)
         self._server._send({"op": "start", "job": self._number, "rank": number}, fds)
@@ -226,6 +228,7 @@ class Job:
         return rank
 
     def _send_bootstrap(self, number: int) -> None:
+        """Send process `number` the function and its settings."""
         self._ranks[number].send_bootstrap({**self._bootstrap, "rank": number, "member": self._members[number]})
 
     def _replace_rank(self, number: int) -> None:
@@ -249,7 +252,9 @@ class Job:
         self._ranks[number].take_over_output_of(rank)
         self._send_bootstrap(number)
 
-    def _listen(self, file, read) -> None:
+    def _register_reader(self, file, read) -> None:
+        """Call `read` whenever `file` is readable, until `read` returns False."""
+
         def read_or_unregister():
             if not read():
                 self._selector.unregister(file)
@@ -257,6 +262,7 @@ class Job:
         self._selector.register(file, selectors.EVENT_READ, read_or_unregister)
 
     def _process_events(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for input from the server or the ranks, and process it."""
         for key, _ in self._selector.select(timeout_s):
             if self.has_ended:  # a message of the server has ended it
                 return
@@ -264,6 +270,7 @@ class Job:
                 key.data()
 
     def _on_server_readable(self) -> None:
+        """Process messages of the server; end the job if the server has died."""
         if not self._server._receive():
             report = f"the rank server (process {self._server.pid}) died, and all ranks with it"
             self._finish(RankFailure("server", range(self.size), report))
@@ -279,26 +286,27 @@ class Job:
                 self._replace_rank(message["rank"])
 
     def _check_progress(self, now_s: float) -> None:
+        """Look for deaths, errors, deadlocks, hangs, the deadline and the end of all ranks; end the job accordingly."""
         if self._release_time is not None:
             return self._finish_returned_ranks(now_s)
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
         snapshots = self.status_snapshots() if due else []
-        verdict = self._detector.update(self._select_connected_ranks(snapshots), now_s) if due else None
+        diagnosis = self._detector.update(self._select_connected_ranks(snapshots), now_s) if due else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.has_died and not rank.is_left_out for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
             grace_s = _GRACE_RAISED_S if all_exited else _GRACE_DIED_S
-            if all_ended or now_s - self._when_first_seen("died", now_s) >= grace_s:
-                self._end(report_deaths(self._ranks, self.status_snapshots()))
+            if all_ended or now_s - self._note_first_time("died", now_s) >= grace_s:
+                self._kill_and_finish(report_deaths(self._ranks, self.status_snapshots()))
         elif any(rank.error for rank in self._ranks):
-            if all_ended or verdict or now_s - self._when_first_seen("raised", now_s) >= _GRACE_RAISED_S:
-                self._end(report_errors(self._ranks, self.status_snapshots()))
+            if all_ended or diagnosis or now_s - self._note_first_time("raised", now_s) >= _GRACE_RAISED_S:
+                self._kill_and_finish(report_errors(self._ranks, self.status_snapshots()))
         elif all_ended:
-            self._release(now_s)
-        elif verdict:
-            self._end(RankFailure(verdict.kind, verdict.ranks, verdict.text))
+            self._allow_exits(now_s)
+        elif diagnosis:
+            self._kill_and_finish(RankFailure(diagnosis.kind, diagnosis.ranks, diagnosis.text))
         elif self._deadline_s is not None and now_s - self._start_s > self._deadline_s:
-            self._end(report_missed_deadline(self._deadline_s, self.status_snapshots(), self.dump_stacks()))
+            self._kill_and_finish(report_missed_deadline(self._deadline_s, self.status_snapshots(), self.dump_stacks()))
         elif due and not any(rank.has_ended for rank in self._ranks):
             self._check_hangs(snapshots, now_s)
 
@@ -336,7 +344,7 @@ class Job:
             stopped = [n for n, handle in enumerate(self._ranks) if describe_process(handle.pid) == STOPPED]
             if stopped:
                 notes = [self._noted_hangs.get(rank, f"rank {rank} is {STOPPED}") for rank in stopped]
-                self._end(RankFailure("hang", stopped, "\n".join(notes)))
+                self._kill_and_finish(RankFailure("hang", stopped, "\n".join(notes)))
 
     def _select_connected_ranks(self, snapshots: list[Snapshot | None]) -> dict[int, Snapshot | None]:
         """Return the status of the ranks among which deadlock detection may look, by rank.
@@ -366,10 +374,11 @@ class Job:
         members = () if generation is None else generation.members
         return [self._members.index(member) for member in members if member in self._members]
 
-    def _when_first_seen(self, event: str, now_s: float) -> float:
+    def _note_first_time(self, event: str, now_s: float) -> float:
+        """Return the time at which `event` was noted first: `now_s` in the first call."""
         return self._first_seen_s.setdefault(event, now_s)
 
-    def _release(self, now_s: float) -> None:
+    def _allow_exits(self, now_s: float) -> None:
         """After all ranks have returned, let them exit; rank 0, which serves the store, last."""
         self._release_time = now_s
         for rank in self._ranks[1:]:
@@ -377,15 +386,16 @@ class Job:
         self._finish_returned_ranks(now_s)
 
     def _finish_returned_ranks(self, now_s: float) -> None:
+        """Finish the job once all ranks have exited, and kill ranks that do not exit in time."""
         if all(rank.has_ended for rank in self._ranks):
             self._finish(None)
         elif now_s - self._release_time > _GRACE_END_S:
-            self._end(None)  # the results have arrived; kill processes that do not exit
+            self._kill_and_finish(None)  # the results have arrived; kill processes that do not exit
         elif not self._is_rank_0_released and all(rank.has_ended for rank in self._ranks[1:]):
             self._is_rank_0_released = True
             self._ranks[0].allow_exit()
 
-    def _end(self, failure: Exception | None) -> None:
+    def _kill_and_finish(self, failure: Exception | None) -> None:
         """Kill the remaining processes, wait until they have ended, finish."""
         if self.has_ended:
             return
@@ -397,6 +407,7 @@ class Job:
         self._finish(failure)
 
     def _finish(self, failure: Exception | None) -> None:
+        """Mark the job as ended with this failure (None: success), and close its pipes and shared memory."""
         if self.has_ended:
             return
         del self._server._jobs[self._number]
@@ -412,6 +423,7 @@ class Job:
 
 
 def _read_status(page: memoryview) -> Snapshot | None:
+    """Return the status on a page; None if it cannot be read, or the rank's code has written something else."""
     try:
         return StatusPage.read_snapshot(page)
     except (ValueError, IndexError):  # the code of the rank has written to every file descriptor that it found

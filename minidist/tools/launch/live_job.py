@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from minidist.tools.deadlock.detector import ENDED, Verdict
+from minidist.tools.deadlock.detector import ENDED, Diagnosis
 from minidist.tools.deadlock.status_page import Snapshot
 from minidist.tools.launch.failure_report import report_deaths
 from minidist.tools.launch.job import Job
@@ -13,13 +13,13 @@ from minidist.tools.launch.rank_handle import RankHandle
 class LiveJob(Job):
     """A job whose ranks stay alive and answer requests until they are killed. It detects deadlocks but kills no rank.
 
-    Arguments as for `Job`. answers: the answer of each rank that has answered the latest request, by rank. verdict: a
+    Arguments as for `Job`. answers: the answer of each rank that has answered the latest request, by rank. diagnosis: a
     detected deadlock or mismatch of operations, because of which ranks cannot answer; None if there is none.
     """
 
     def __init__(self, *args, **kwargs):
         self.answers: dict[int, Any] = {}
-        self.verdict: Verdict | None = None
+        self.diagnosis: Diagnosis | None = None
         self._request_number = 0
         super().__init__(*args, **kwargs)
 
@@ -29,7 +29,7 @@ class LiveJob(Job):
         All ranks must have answered the previous request. `poll` collects the answers in `answers`.
         """
         self._request_number += 1
-        self.answers, self.verdict = {}, None
+        self.answers, self.diagnosis = {}, None
         for rank in self._ranks:
             rank.answers.clear()
             rank.clear_output()
@@ -85,10 +85,11 @@ class LiveJob(Job):
                 pass
 
     def _check_progress(self, now_s: float) -> None:
+        """Collect the answers that have arrived, and look for a deadlock if a reading is due."""
         for number, rank in enumerate(self._ranks):
             for number_answered, answer in rank.answers:
                 if number_answered == self._request_number:
                     self.answers[number] = answer
         if self._detector.seconds_until_next_reading(now_s) == 0.0:
-            verdict = self._detector.update(dict(enumerate(self.status_snapshots())), now_s)
-            self.verdict = self.verdict or verdict
+            diagnosis = self._detector.update(dict(enumerate(self.status_snapshots())), now_s)
+            self.diagnosis = self.diagnosis or diagnosis

@@ -16,10 +16,13 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     proc, cgroup: folders of the kernel's files, which tests replace.
     """
     candidates = []
-    for line in _read(proc / "meminfo").splitlines():
+    for line in _read_or_empty(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             candidates.append(int(line.split()[1]) << 10)
-    limit_bytes, current = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    limit_bytes, current = (
+        _read_or_empty(cgroup / "memory.max").strip(),
+        _read_or_empty(cgroup / "memory.current").strip(),
+    )
     if limit_bytes.isdigit() and current.isdigit():
         candidates.append(max(0, int(limit_bytes) - int(current)))
     return min(candidates, default=None)
@@ -34,7 +37,7 @@ class MemoryLimit:
     """
 
     def __init__(self, local_ranks: int, extra_bytes: int | None = None):
-        free_bytes, data_bytes = available_memory(), _data_bytes()
+        free_bytes, data_bytes = available_memory(), _private_memory_bytes()
         if extra_bytes is None and free_bytes is not None:
             extra_bytes = max(_MIN_EXTRA_BYTES, int(free_bytes * _FREE_FRACTION) // local_ranks)
         self.extra_bytes = extra_bytes if data_bytes is not None else None
@@ -50,7 +53,7 @@ class MemoryLimit:
             yield
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit_bytes = max(self._limit_bytes, _data_bytes() + _HEADROOM_BYTES)
+        limit_bytes = max(self._limit_bytes, _private_memory_bytes() + _HEADROOM_BYTES)
         if hard != resource.RLIM_INFINITY:
             limit_bytes = min(limit_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
@@ -60,12 +63,14 @@ class MemoryLimit:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _data_bytes() -> int | None:
-    pages = _read(Path("/proc/self/statm")).split()
+def _private_memory_bytes() -> int | None:
+    """Return the private writable memory of this process in bytes; None if unknown."""
+    pages = _read_or_empty(Path("/proc/self/statm")).split()
     return int(pages[5]) * resource.getpagesize() if pages else None
 
 
-def _read(file: Path) -> str:
+def _read_or_empty(file: Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

@@ -25,6 +25,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def _watch_parent(parent: int) -> None:
+    """End this process once `parent` is no longer its parent; polls in a thread of its own."""
     while os.getppid() == parent:
         time.sleep(_PERIOD_S)
     os._exit(1)

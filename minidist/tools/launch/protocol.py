@@ -82,6 +82,7 @@ def receive_object(sock: socket.socket) -> Any:
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytearray:
+    """Block until `count` bytes have arrived; return them. Raises EOFError if the peer ends before."""
     data = bytearray(count)
     view = memoryview(data)
     while view:

@@ -117,6 +117,7 @@ def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> t
 
 
 def _make_world(job: dict, status, listen_fd: int):
+    """Choose device and backend, connect to the other ranks and return this rank's world."""
     import torch
 
     from minidist.comm.world import World, connect_ranks
@@ -139,9 +140,9 @@ def _make_world(job: dict, status, listen_fd: int):
 
 
 def _open_store(job: dict, listen_fd: int):
-    """Open the store. Rank 0 serves it on a socket that already listens, so no port can be lost to another program.
+    """Open the store of the ranks, which rank 0 serves, or the launcher if dead ranks are replaced.
 
-    If dead ranks are replaced, the launcher serves it.
+    Rank 0 serves it on a socket that already listens, so no other program can take the port.
     """
     from torch.distributed import TCPStore
 
@@ -153,6 +154,7 @@ def _open_store(job: dict, listen_fd: int):
 
 
 def _pickle_result(value: object, name: str) -> bytes:
+    """Pickle the return value of the function `name`. Raises TypeError if that is impossible."""
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -162,6 +164,7 @@ def _pickle_result(value: object, name: str) -> bytes:
 
 
 def _make_rank_error(error: BaseException) -> RankError:
+    """Describe an exception for the client, with the innermost line of the user's code."""
     internal = (_LAUNCH_FOLDER, "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(internal)]
     import torch
@@ -187,6 +190,7 @@ def _make_rank_error(error: BaseException) -> RankError:
 
 
 def _flush_streams() -> None:
+    """Flush stdout and stderr; ignore errors."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

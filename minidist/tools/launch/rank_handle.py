@@ -86,6 +86,7 @@ class RankHandle:
         self.control.setblocking(False)
 
     def _send(self, message: Any) -> None:
+        """Send an object to the rank. Does nothing if it has died: the server reports the cause."""
         with contextlib.suppress(OSError):  # it has died; the server will report the cause
             send_object(self.control, message)
 
@@ -114,7 +115,7 @@ class RankHandle:
 
     def read_output(self) -> bool:
         """Append the output that has arrived from the rank to `output`. Does not block; returns False if none has."""
-        data = _read(self.output_fd)
+        data = _read_available(self.output_fd)
         free_bytes = max(0, _MAX_OUTPUT_BYTES - len(self._output))
         self._output += data[:free_bytes]
         self._dropped_count += len(data) - len(data[:free_bytes])
@@ -122,7 +123,7 @@ class RankHandle:
 
     def read_stack_bytes(self) -> bool:
         """Append the stack dump that has arrived from the rank to `stack`. Does not block; False if nothing has."""
-        data = _read(self.stack_fd)
+        data = _read_available(self.stack_fd)
         self._stack += data
         return bool(data)
 
@@ -240,10 +241,12 @@ def find_innermost_line(stack: str) -> str | None:
 
 
 def _is_user_frame(line: str) -> bool:
+    """Return whether a line of a stack dump belongs to the user's code, not to the launcher."""
     return not any(name in line for name in (_LAUNCH_FOLDER, _CELL_RUNNER, '"<'))
 
 
-def _read(fd: int) -> bytes:
+def _read_available(fd: int) -> bytes:
+    """Return the bytes that have arrived in a pipe; b"" if there are none. Does not block."""
     try:
         return os.read(fd, _READ_BYTES)
     except BlockingIOError:

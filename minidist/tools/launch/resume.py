@@ -36,7 +36,7 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
         return config
     fetch_remote_checkpoint(config)
     job = read_job_name()
-    folder = _read_folder(world) or (job and _find_folder(job, config))
+    folder = _read_folder_from_store(world) or (job and _find_folder_of_job(job, config))
     if folder:
         saved = folders.complete_checkpoints(find_checkpoints_folder(folder))
         resume = AUTO if saved else config.checkpoint.resume
@@ -68,13 +68,14 @@ def fetch_remote_checkpoint(config: Config) -> None:
         print(note, file=sys.stderr, flush=True)
 
 
-def _read_folder(world: "World") -> Path | None:
+def _read_folder_from_store(world: "World") -> Path | None:
+    """Return the run folder that an earlier attempt noted in the store; None if there is no note."""
     if world.store is None or not world.store.check([_FOLDER_KEY]):
         return None
     return Path(world.store.get(_FOLDER_KEY).decode())
 
 
-def _find_folder(job: str, config: Config) -> Path | None:
+def _find_folder_of_job(job: str, config: Config) -> Path | None:
     """Return the newest run folder of a job, `config.folder` if that is given; None if there is none.
 
     A run of other options belongs to an earlier job of the same name.

@@ -67,7 +67,7 @@ def _check_run_folder(config: Config) -> None:
         newest = folders.latest_checkpoint(find_checkpoints_folder(resume))
         source = find_run_folder(newest)
         if source is not None and (folder is None or folder.resolve() == source):
-            _refuse_to_go_back(newest, source)
+            _check_no_later_checkpoints(newest, source)
         elif folder is not None and (not _is_run_folder(folder) or folders.complete_checkpoints(folder / CHECKPOINTS)):
             _check_is_empty(folder, "and a resumed run needs a folder of its own, or that of the run it resumes")
     elif folder is not None:
@@ -88,7 +88,7 @@ class RunLock:
     def __init__(self, folder: Path):
         self._path = folder / _LOCK
         try:
-            self._file = self._acquire()
+            self._file = self._open_and_lock()
             try:
                 os.truncate(self._file.fileno(), 0)
                 os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -101,15 +101,17 @@ class RunLock:
                 "write, with free space."
             ) from None
 
-    def _acquire(self) -> IO[str]:
+    def _open_and_lock(self) -> IO[str]:
+        """Lock the lock file; repeat if the owner before deleted the file meanwhile. Return the open file."""
         while True:
-            file = self._lock()
+            file = self._try_lock()
             # The owner before may have deleted the file between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                     return file
 
-    def _lock(self) -> IO[str]:
+    def _try_lock(self) -> IO[str]:
+        """Open and lock the lock file; return it. Raises UserError if another process holds the lock."""
         file = self._path.open("a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,6 +135,7 @@ class RunLock:
 
 
 def _is_run_folder(folder: Path) -> bool:
+    """Return whether `folder` has a run's configuration or a complete checkpoint."""
     return (folder / CONFIG).exists() or bool(folders.complete_checkpoints(folder / CHECKPOINTS))
 
 
@@ -160,7 +163,7 @@ def _check_same_run(folder: Path, config: Config) -> None:
         )
 
 
-def _refuse_to_go_back(at: Path, source: Path) -> None:
+def _check_no_later_checkpoints(at: Path, source: Path) -> None:
     """Raise UserError if the run folder has checkpoints later than `at`: two histories would mix in it."""
     found = folders.complete_checkpoints(at.parent)
     step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)

@@ -83,11 +83,12 @@ class _ServerProcess:
                 if messages is None:
                     break
                 for message, fds in messages:
-                    self._handle(message, fds)
+                    self._handle_request(message, fds)
         for pid in self.ranks:
-            _kill_group(pid)
+            _kill_process_group(pid)
 
-    def _handle(self, message: dict, fds: tuple[int, ...]) -> None:
+    def _handle_request(self, message: dict, fds: tuple[int, ...]) -> None:
+        """Carry out a request of the client. fds: the descriptors that came with it."""
         if message["op"] == "start":
             if self.method == "fork" and message["job"] == _MERGING_JOB and message["rank"] == 0:
                 merge_into_huge_pages()
@@ -100,7 +101,7 @@ class _ServerProcess:
             for pid, (job, rank) in self.ranks.items():
                 if job == message["job"] and message["rank"] in (None, rank):
                     if message["signal"] == signal.SIGKILL:
-                        _kill_group(pid)
+                        _kill_process_group(pid)
                     else:
                         os.kill(pid, message["signal"])
         elif message["op"] == "listen":
@@ -108,6 +109,7 @@ class _ServerProcess:
                 self._send({"event": "listening"}, (listening.fileno(),))
 
     def _fork(self, fds: tuple[int, ...]) -> int:
+        """Fork a rank, which inherits `fds`; return its process id. In the rank this call never returns."""
         server = os.getpid()
         pid = os.fork()
         if pid:
@@ -135,15 +137,17 @@ class _ServerProcess:
             os._exit(status)
 
     def _reap(self) -> None:
+        """Report each rank that has ended to the client, and kill the processes that it left behind."""
         for pid in list(self.ranks):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _kill_group(pid)  # what the rank started and left behind
+                _kill_process_group(pid)  # what the rank started and left behind
                 job, rank = self.ranks.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
                 self._send({"event": "ended", "job": job, "rank": rank, "code": code})
 
     def _send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        """Send a message to the client. Does nothing if the client has ended."""
         with contextlib.suppress(OSError):  # the client is gone, which the next read reports
             self.connection.send(message, fds)
 
@@ -167,6 +171,7 @@ def _spawn(fds: tuple[int, ...]) -> int:
     )
 
 
-def _kill_group(pid: int) -> None:
+def _kill_process_group(pid: int) -> None:
+    """Kill a rank and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

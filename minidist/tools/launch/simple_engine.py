@@ -73,6 +73,10 @@ class SimpleTrainer(Trainer):
         self.start_notes += on_all_ranks(partial(self._describe_changed_options, path), self.control)[self.world.rank]
 
     def _describe_changed_options(self, path: Path) -> list[str]:
+        """Return a line for each option that differs from the run that wrote the checkpoint `path`.
+
+        Raises UserError if the run cannot resume with these options.
+        """
         index = read_index(path)
         changed = check_resumable(index, self.config, self.corpus)
         if converted := [option.name for option in changed if option.name.startswith("precision.")]:

@@ -176,7 +176,7 @@ def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = N
                 capture=False,
                 timeout_s=config.comm.timeout_s,
                 hang_limit_s=config.comm.hang_limit_s,
-                replacement=_make_replacement(config),
+                replacement=_make_replacement_policy(config),
             )
             _wait(job, folder)
     finally:
@@ -191,7 +191,8 @@ def _train_and_report(world: "World", config: Config) -> dict[str, Any]:
     return train_and_report(world, config)
 
 
-def _make_replacement(config: Config) -> "Replacement | None":
+def _make_replacement_policy(config: Config) -> "Replacement | None":
+    """Return how dead ranks are replaced under live recovery; None if they are not."""
     from minidist.tools.launch.job import Replacement
 
     mesh, fault = config.mesh, config.fault

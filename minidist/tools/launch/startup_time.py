@@ -25,6 +25,7 @@ def main(repetitions: int) -> None:
 
 
 def _time_one_job(server: RankServer, ranks: int) -> float:
+    """Return the seconds that one job of `do_nothing` takes."""
     start_s = time.perf_counter()
     server.run(do_nothing, ranks, backend="gloo")
     return time.perf_counter() - start_s

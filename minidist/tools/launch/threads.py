@@ -34,20 +34,20 @@ def usable_cores(affinity: int | None = None, proc: Path = Path("/proc"), cgroup
     """
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota_cores(proc, cgroup)
+    quota = _find_quota_cores(proc, cgroup)
     # Rounded down: with 1.5 cores a second thread would be throttled for half of every period while the first waits.
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
-def _quota_cores(proc: Path, cgroup: Path) -> float | None:
+def _find_quota_cores(proc: Path, cgroup: Path) -> float | None:
     """Return the smallest CPU quota of this process's cgroup and its parents, in cores; None without one."""
     quotas = []
-    for line in _read(proc / "self" / "cgroup").splitlines():
+    for line in _read_or_empty(proc / "self" / "cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            folder, quota_of = cgroup, _quota_v2
+            folder, quota_of = cgroup, _read_quota_v2
         elif "cpu" in controllers.split(","):
-            folder, quota_of = cgroup / controllers, _quota_v1
+            folder, quota_of = cgroup / controllers, _read_quota_v1
             folder = folder if folder.is_dir() else cgroup / "cpu"
         else:
             continue
@@ -57,17 +57,20 @@ def _quota_cores(proc: Path, cgroup: Path) -> float | None:
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota_v2(folder: Path) -> float | None:
-    words = _read(folder / "cpu.max").split()
+def _read_quota_v2(folder: Path) -> float | None:
+    """Return the CPU quota of a folder of cgroup version 2, in cores; None without one."""
+    words = _read_or_empty(folder / "cpu.max").split()
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
 
 
-def _quota_v1(folder: Path) -> float | None:
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+def _read_quota_v1(folder: Path) -> float | None:
+    """Return the CPU quota of a folder of cgroup version 1, in cores; None without one."""
+    quota, period = _read_or_empty(folder / "cpu.cfs_quota_us"), _read_or_empty(folder / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota and period and int(quota) > 0 else None
 
 
-def _read(file: Path) -> str:
+def _read_or_empty(file: Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

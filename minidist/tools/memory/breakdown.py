@@ -33,7 +33,8 @@ class _WeakStorage(NamedTuple):
     size: int
 
 
-def _weak_storage(tensor: Tensor) -> _WeakStorage:
+def _make_weak_storage(tensor: Tensor) -> _WeakStorage:
+    """Return a weak reference to the tensor's storage."""
     storage = tensor.untyped_storage()
     return _WeakStorage(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
 
@@ -51,7 +52,7 @@ def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterat
         packed, pack = [], hooks.pack_hook
 
         def record_and_pack(tensor: Tensor) -> object:
-            packed.append(_weak_storage(tensor))
+            packed.append(_make_weak_storage(tensor))
             return pack(tensor)
 
         # The object whose method the hook is may keep further tensors, from which it recomputes.
@@ -62,7 +63,7 @@ def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterat
 
     def leave(hooks: saved_tensors_hooks, *exception) -> None:
         original_exit(hooks, *exception)
-        report([*hooks.packed, *map(_weak_storage, hooks.owner_tensors)])
+        report([*hooks.packed, *map(_make_weak_storage, hooks.owner_tensors)])
 
     saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave
     try:
@@ -108,10 +109,13 @@ class PeakByKind(StoragePeak):
         The context does this by itself whenever autograd saves or uses a tensor, and around every optimizer step. Call
         this where else tensors change kind or are freed.
         """
-        self._mark(_labels(self._storages().values()))
+        self._mark_scan(_make_labels(self._storages().values()))
 
     def _storages(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """Storage and kind, by identity; not by address, which changes when a storage is freed and allocated again."""
+        """Return each live storage with its kind, by identity.
+
+        Not by address, which another storage may get once this one is freed.
+        """
         storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
         for kind, tensors in self._list_tensors().items():
             for tensor in tensors:
@@ -121,18 +125,21 @@ class PeakByKind(StoragePeak):
         return storages
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        """Label the storage of a tensor that autograd saves as activations; return the tensor."""
         storages, saved = self._storages(), tensor.untyped_storage()
         storages.setdefault(saved._cdata, (saved, ACTIVATIONS))
-        self._mark(_labels(storages.values()))
+        self._mark_scan(_make_labels(storages.values()))
         return tensor.detach()  # saving an output itself would make a reference cycle with its own graph
 
     def _unpack(self, tensor: Tensor) -> Tensor:
+        """Label the live tensors when backward uses a saved tensor; return the tensor."""
         self.label_live_tensors()
         return tensor
 
     def _label_packed(self, packed: Iterable[_WeakStorage]) -> None:
+        """Label storages that inner hooks have packed as activations."""
         saved = {weak.address: (ACTIVATIONS, weak.size) for weak in packed if not weak.storage.expired()}
-        self._mark(saved | _labels(self._storages().values()))
+        self._mark_scan(saved | _make_labels(self._storages().values()))
 
 
 def make_tensor_lister(
@@ -207,5 +214,6 @@ def measure_peak(
     return measured.peak
 
 
-def _labels(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Labels:
+def _make_labels(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Labels:
+    """Return {address: (kind, bytes)} of these storages."""
     return {storage.data_ptr(): (kind, storage.nbytes()) for storage, kind in storages}

@@ -55,15 +55,16 @@ class StoragePeak:
             raise RuntimeError("another torch profiler is recording")
         self._profiler = torch.autograd.profiler.profile(profile_memory=True)
         self._profiler.__enter__()
-        self._mark(None)
+        self._mark_scan(None)
         return self
 
     def reset_peak(self) -> None:
         """Start anew: the peak of the context is the peak from this call on. Tensors that live now still count."""
         self._first_scan = len(self._scans)
-        self._mark(None)
+        self._mark_scan(None)
 
-    def _mark(self, labels: Labels | None) -> None:
+    def _mark_scan(self, labels: Labels | None) -> None:
+        """Mark a place in the profiler's record: a scan of live tensors, with their labels (None without any)."""
         with torch.profiler.record_function(f"{self._MARK}{len(self._scans)}"):
             self._scans.append(labels)
 
@@ -74,6 +75,7 @@ class StoragePeak:
             self.bytes = self.peak.total
 
     def _compute_peak(self) -> MemoryPeak:
+        """Replay the recorded allocations and labels; return the peak."""
         history, first_event, seen = _AllocationHistory(), 0, 0
         for address, size, scan in self._events():
             if scan is None:
@@ -92,7 +94,10 @@ class StoragePeak:
         return MemoryPeak(total, breakdown, peak_by_kind, shared_segment_bytes(), allocator)
 
     def _events(self) -> Iterator[tuple[int, int, int | None]]:
-        """(address, bytes, None) for every allocation, bytes negative when freed; (0, 0, number) for every scan."""
+        """Yield the recorded events in order, as three numbers.
+
+        (address, bytes, None) for an allocation, with negative bytes when it is freed; (0, 0, number) for a scan.
+        """
 
         def flat(events):
             for event in events:

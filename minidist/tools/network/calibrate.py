@@ -77,7 +77,7 @@ def measure_collectives(group: Group, sizes_bytes: Sequence[int], repeats: int) 
     """
     unit = 4 * group.size
     sizes_bytes = [-(-n // unit) * unit for n in sizes_bytes]
-    cases = [(name, algorithm, n, run) for n in sizes_bytes for name, algorithm, run in _cases(group, n)]
+    cases = [(name, algorithm, n, run) for n in sizes_bytes for name, algorithm, run in _timed_cases(group, n)]
     times = torch.zeros(len(cases), repeats, dtype=torch.float64)
     for turn in range(-1, repeats):
         for i, (_, _, _, run) in enumerate(cases):
@@ -93,7 +93,7 @@ def measure_collectives(group: Group, sizes_bytes: Sequence[int], repeats: int) 
     ]
 
 
-def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
+def _timed_cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """Yield (operation, algorithm, call) of all timed cases, on float32 tensors of n bytes."""
     size, rank = group.size, group.rank
     whole, other, part = torch.ones(n // 4), torch.ones(n // 4), torch.ones(n // 4 // size)
@@ -126,7 +126,7 @@ def fit_link(samples: Iterable[TimedOperation]) -> Link:
     rows = np.array(counts, dtype=float) / np.array([[sample.seconds] for sample in samples])
     used = [column for column in range(3) if rows[:, column].any()]
     while True:
-        coefficients = _least_absolute(rows[:, used])
+        coefficients = _minimise_absolute_error(rows[:, used])
         if (coefficients >= 0).all():
             break
         used.pop(int(coefficients.argmin()))  # a figure that would be negative is 0
@@ -135,7 +135,7 @@ def fit_link(samples: Iterable[TimedOperation]) -> Link:
     return Link(*map(float, figures))
 
 
-def _least_absolute(rows: np.ndarray) -> np.ndarray:
+def _minimise_absolute_error(rows: np.ndarray) -> np.ndarray:
     """Return x with the least sum of |rows x - 1|; columns, which differ by orders of magnitude, are scaled first."""
     if rows.shape[1] == 0:
         return np.zeros(0)

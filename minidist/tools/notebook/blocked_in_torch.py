@@ -43,20 +43,22 @@ class BlockedRankDetector:
         now = time.monotonic()
         if now - max(last_change_time, self._last_check_time) < BLOCKED_S:
             return False
-        if not self._all_asleep():
+        if not self._all_unanswered_sleep():
             self._last_check_time = now
             return False
         snapshots = self._job.last_snapshots()
-        hidden = [n for n in self._pending() if n not in snapshots or snapshots[n].state != "waiting"]
+        hidden = [n for n in self._unanswered_ranks() if n not in snapshots or snapshots[n].state != "waiting"]
         stacks = self._job.dump_stacks() if hidden else {}
         self._last_check_time = time.monotonic()
-        return bool(hidden) and all(_is_in_torch(stacks.get(n, "")) for n in hidden) and self._all_asleep()
+        return bool(hidden) and all(_is_in_torch(stacks.get(n, "")) for n in hidden) and self._all_unanswered_sleep()
 
-    def _pending(self) -> list[int]:
+    def _unanswered_ranks(self) -> list[int]:
+        """Return the ranks that have not answered the request: they still run the cell."""
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
-    def _all_asleep(self) -> bool:
-        return all(_all_threads_sleep(self._job.pids[n]) for n in self._pending())
+    def _all_unanswered_sleep(self) -> bool:
+        """Return whether all threads of all ranks that still run the cell sleep."""
+        return all(_all_threads_sleep(self._job.pids[n]) for n in self._unanswered_ranks())
 
 
 def _all_threads_sleep(pid: int) -> bool:
@@ -71,6 +73,7 @@ def _all_threads_sleep(pid: int) -> bool:
 
 
 def _is_in_torch(stack: str) -> bool:
+    """Return whether the innermost Python frame of a stack waits inside torch, and for another process."""
     innermost = re.search(r'File "([^"]+)", line \d+ in (\w+)', stack)
     return (
         bool(innermost)

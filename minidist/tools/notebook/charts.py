@@ -28,7 +28,7 @@ def memory_by_category(
     if optimizer is not None:
         parts["optimizer state"] = [optimizer.state[p] for p in optimizer.state]
     seen: set[int] = set()
-    counted = {name: sum(_count(value, seen)) for name, value in (parts | further).items()}
+    counted = {name: sum(_storage_sizes(value, seen)) for name, value in (parts | further).items()}
     return {name: count for name, count in counted.items() if count or name in further}
 
 
@@ -108,11 +108,15 @@ def plot_loss_differences(
     if odd := [name for name, by_step in drawn.items() if not all(map(math.isfinite, by_step.values()))]:
         raise UserError(f"the losses of {' and '.join(odd)} are not all finite numbers; a picture would hide it")
     if draw:
-        _draw_differences(drawn)
+        _draw_loss_differences(drawn)
     return drawn
 
 
-def _count(value: object, seen: set[int]) -> Iterable[int]:
+def _storage_sizes(value: object, seen: set[int]) -> Iterable[int]:
+    """Yield the bytes of each storage in a tensor or in nested lists and dicts of tensors.
+
+    seen: addresses of storages that are skipped; the yielded ones are added.
+    """
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         if storage.data_ptr() not in seen:
@@ -120,10 +124,10 @@ def _count(value: object, seen: set[int]) -> Iterable[int]:
             yield storage.nbytes()
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _count(item, seen)
+            yield from _storage_sizes(item, seen)
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for item in value:
-            yield from _count(item, seen)
+            yield from _storage_sizes(item, seen)
 
 
 def _draw_bars(bars: Mapping[str, list[dict[str, int]]]) -> None:
@@ -148,7 +152,7 @@ def _draw_curves(curves: dict[str, list[float]]) -> None:
     figure.tight_layout()
 
 
-def _draw_differences(drawn: Mapping[str, Mapping[int, float]]) -> None:
+def _draw_loss_differences(drawn: Mapping[str, Mapping[int, float]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 2.8 + 0.2 * len(drawn)))

@@ -44,27 +44,27 @@ class RanksMagics(Magics):
         atexit.unregister(self.close)
         self.pieces.restore_symbols()
         self.sources.clear()
-        self._stop()
+        self._stop_ranks()
         if self._own:
             self.server.close()
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None):
         """Start ranks (`%ranks 4`), stop them (`%ranks --stop`), or run a cell on every rank (`%%ranks`)."""
-        words, options = _parsed(line, "--stop")
+        words, options = _parse_magic_line(line, "--stop")
         if cell is not None:
             if words or options.keys() - {"--quiet", "--timeout"}:
                 raise UsageError(f"%%ranks takes --quiet and --timeout, in seconds, not {line.strip()!r}; {_HELP}")
-            return self._run(cell, options)
+            return self._run_cell(cell, options)
         if "--timeout" in options:
             raise UsageError(f"--timeout is for one cell, after %%ranks; {_HELP}")
         if "--stop" in words:
-            self._stop()
+            self._stop_ranks()
             print("no ranks")
         elif words:
-            self._start(words, options)
+            self._start_ranks(words, options)
         else:
-            print(_count(self.live) if self.live else f"no ranks; {_HELP}")
+            print(_format_rank_count(self.live) if self.live else f"no ranks; {_HELP}")
 
     @line_cell_magic
     def piece(self, line: str, cell: str | None = None):
@@ -76,7 +76,7 @@ class RanksMagics(Magics):
         if cell is None:
             if words[:1] != ["--reset"] or len(words) > 2:
                 raise UsageError("write %piece --reset, or %piece --reset module:symbol; to replace one, %%piece")
-            names = self._reset(*words[1:])
+            names = self._restore_symbols(*words[1:])
             what = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} pieces"
             print(f"the package's own again: {what}" if names else "nothing is replaced")
             return
@@ -84,10 +84,11 @@ class RanksMagics(Magics):
             raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block_partition")
         self.replace_symbol(words[0], "\n" + cell)  # line numbers as the notebook shows them
 
-    def _start(self, words: list[str], options: dict) -> None:
+    def _start_ranks(self, words: list[str], options: dict) -> None:
+        """Stop the present ranks and start the number of ranks in `words`; bind them to the variable `ranks`."""
         if len(words) != 1 or not words[0].isdigit() or not int(words[0]):
             raise UsageError(f"{' '.join(words)!r} is no number of ranks; {_HELP}")
-        self._stop()
+        self._stop_ranks()
         device, quiet_s = options.get("--device", "cpu"), options.get("--quiet", QUIET_S)
         try:
             self.live = LiveRanks(
@@ -97,16 +98,17 @@ class RanksMagics(Magics):
         except (UserError, RunError) as error:
             raise UsageError(str(error)) from None
         self.shell.user_ns["ranks"] = self.live
-        print(f"{_count(self.live)} on {self.live.device}")
+        print(f"{_format_rank_count(self.live)} on {self.live.device}")
 
-    def _run(self, cell: str, options: dict) -> None:
+    def _run_cell(self, cell: str, options: dict) -> None:
+        """Run a cell on every rank and show its result."""
         if self.live is None:
             raise UsageError(f"there are no ranks yet; {_HELP}")
         shown = LiveOutput()
         try:
             result = self.live.run(
                 cell,
-                name=self._number(),
+                name=self._cell_number(),
                 first_line=2,  # below the magic itself
                 quiet_s=options.get("--quiet"),
                 timeout_s=options.get("--timeout"),
@@ -118,8 +120,11 @@ class RanksMagics(Magics):
         if str(result):
             print(result)
 
-    def _number(self) -> int:
-        """The number that the notebook shows beside this cell; IPython increments it before or after a cell."""
+    def _cell_number(self) -> int:
+        """Return the number that the notebook shows beside this cell.
+
+        IPython increments it before or after a cell.
+        """
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
     def replace_symbol(self, name: str, source: str, also_replaced: Collection[str] = ()) -> None:
@@ -140,10 +145,11 @@ class RanksMagics(Magics):
             raise UsageError(f"line {error.lineno} of the cell: {error.msg}; {name} is as before") from None
         except Exception as error:
             raise UsageError(f"running the cell raised {type(error).__name__}: {error}; {name} is as before") from None
-        where = f"here and on {_count(self.live)}" if self.live else "here"
+        where = f"here and on {_format_rank_count(self.live)}" if self.live else "here"
         print(f"{name} replaced {where}")
 
-    def _reset(self, name: str | None = None) -> list[str]:
+    def _restore_symbols(self, name: str | None = None) -> list[str]:
+        """Restore one replaced symbol, or all, here and on the ranks; return their names."""
         if self.live is not None:
             return self.live.restore_symbols(name)
         names = self.pieces.restore_symbols(name)
@@ -151,18 +157,20 @@ class RanksMagics(Magics):
             del self.sources[each]
         return names
 
-    def _stop(self) -> None:
+    def _stop_ranks(self) -> None:
+        """Kill the ranks, if there are any, and delete the variable `ranks`."""
         if self.live is not None:
             self.live.close()
             self.live = None
             self.shell.user_ns.pop("ranks", None)
 
 
-def _count(live: LiveRanks) -> str:
+def _format_rank_count(live: LiveRanks) -> str:
+    """Return the number of ranks as text, such as "4 ranks"."""
     return f"{live.n} rank" + ("s" if live.n > 1 else "")
 
 
-def _parsed(line: str, *flags: str) -> tuple[list[str], dict]:
+def _parse_magic_line(line: str, *flags: str) -> tuple[list[str], dict]:
     """Split a magic's line into words and options."""
     words, options = [], {}
     rest = iter(shlex.split(line))

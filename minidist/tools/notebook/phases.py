@@ -100,6 +100,7 @@ def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
 
 
 def _colors_by_occurrence(grid: Mapping[str, list[str]]) -> dict[str, str]:
+    """Return a matplotlib colour for each outcome, in the order of first occurrence."""
     outcomes = dict.fromkeys(outcome for row in grid.values() for outcome in row)
     return {outcome: f"C{number}" for number, outcome in enumerate(outcomes)}
 

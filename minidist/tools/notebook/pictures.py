@@ -38,7 +38,7 @@ def plot_traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
     collectives are modelled by the algorithm that the meter names (`Record.algorithm`). Raises UserError when nothing
     was sent.
     """
-    matrix = traffic_matrix(_by_rank(measured))
+    matrix = traffic_matrix(_records_by_rank(measured))
     if not any(map(any, matrix)):
         raise UserError("there is no traffic to draw: no rank sent anything to another")
     if draw:
@@ -56,7 +56,7 @@ def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> l
     (`LiveRanks.last`), or the traffic meter's records of every rank. marks: for each rank, labels to draw as (position
     in the order of events, label), such as `Meter.events`. Raises UserError when there was no operation.
     """
-    records = _by_rank(measured)
+    records = _records_by_rank(measured)
     marks = [list(rows) for rows in marks] or [[] for _ in records]
     first = [
         min([*(r.launched for r in rows), *(at for at, _ in marked)], default=0)
@@ -81,14 +81,16 @@ def assign_lanes(spans: Sequence[Span]) -> list[int]:
 
     spans: the operations of one rank, in launch order. Operations overlap if they are in flight at the same time.
     """
-    return intervals.assign_lanes([(span.launched, _end(span)) for span in spans])
+    return intervals.assign_lanes([(span.launched, _bar_end(span)) for span in spans])
 
 
-def _end(span: Span) -> float:
+def _bar_end(span: Span) -> float:
+    """Return the position at which the bar of an operation ends."""
     return span.launched + 0.9 if span.waited is None else max(span.waited, span.launched + 0.3)
 
 
-def _by_rank(measured: Measured) -> list[list[Record]]:
+def _records_by_rank(measured: Measured) -> list[list[Record]]:
+    """Return the traffic meter's records as a list per rank."""
     return [list(rows) for rows in (measured.records if isinstance(measured, CellResult) else measured)]
 
 
@@ -118,7 +120,7 @@ def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> 
     for rank, rows in enumerate(spans):
         for span, lane in zip(rows, placed[rank], strict=True):
             axes.broken_barh(
-                [(span.launched, _end(span) - span.launched)], (rank - 0.4 + lane * height, 0.9 * height),
+                [(span.launched, _bar_end(span) - span.launched)], (rank - 0.4 + lane * height, 0.9 * height),
                 facecolors=colors[span.name], label=span.name,
             )  # fmt: skip
     for i, label in enumerate(sorted({label for rows in marks for _, label in rows})):

@@ -79,7 +79,7 @@ def predict(
             prediction.answer = answer
         elif answer is not None and answer != prediction.answer:
             prediction.late_answer = answer
-        predictions[id] = _entry(prediction)
+        predictions[id] = _to_entry(prediction)
     return prediction
 
 
@@ -105,7 +105,7 @@ def score_prediction(
         prediction.value = _to_json_types(value)
         if prediction.answer is not None:
             prediction.score = int(_answer_matches(prediction.answer, prediction.value, tolerance))
-        predictions[id] = _entry(prediction)
+        predictions[id] = _to_entry(prediction)
     return prediction
 
 
@@ -123,22 +123,24 @@ def _answer_matches(answer: Any, measured: Any, rel_tol: float = 0.0) -> bool:
             and len(answer) == len(measured)
             and all(_answer_matches(a, m, rel_tol) for a, m in zip(answer, measured, strict=True))
         )
-    number, expected_number = _number(answer), _number(measured)
+    number, expected_number = _parse_number(answer), _parse_number(measured)
     if measured == NEVER:
-        return number == math.inf or _words(answer) in _NEVER
+        return number == math.inf or _normalize_text(answer) in _NEVER
     if expected_number is not None:
         return number is not None and (
             math.isclose(number, expected_number, rel_tol=rel_tol, abs_tol=0.0)
             or (math.isnan(number) and math.isnan(expected_number))
         )
-    return _words(answer) == _words(measured)
+    return _normalize_text(answer) == _normalize_text(measured)
 
 
-def _words(value: Any) -> str:
+def _normalize_text(value: Any) -> str:
+    """Return the value as lower-case text with single spaces and without a final full stop."""
     return " ".join(str(value).lower().split()).rstrip(".")
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
+    """Return the value as a number, also from text such as "1,024"; None if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -180,6 +182,7 @@ def _open_predictions(file: str | os.PathLike | None) -> Iterator[dict[str, Any]
 
 
 def _find_prediction(predictions: dict, id: str) -> Prediction | None:
+    """Return the stored prediction of this id; None if there is none, or another version has stored it."""
     entry = predictions.get(id)
     try:
         return Prediction(**{**entry, "id": id}) if entry else None
@@ -187,5 +190,6 @@ def _find_prediction(predictions: dict, id: str) -> Prediction | None:
         return None
 
 
-def _entry(prediction: Prediction) -> dict[str, Any]:
+def _to_entry(prediction: Prediction) -> dict[str, Any]:
+    """Return the fields of a prediction as they are stored under its id."""
     return {key: value for key, value in asdict(prediction).items() if key != "id"}

@@ -116,6 +116,7 @@ class RankSession:
         )
 
     def _interrupt(self, *_) -> None:
+        """Raise KeyboardInterrupt if a request is running; called on SIGINT."""
         if self._is_busy:
             raise KeyboardInterrupt
 
@@ -141,7 +142,7 @@ class RankSession:
                     answer = method(*arguments)
             finally:
                 self._is_busy = False
-                _flush()
+                _flush_streams()
         except KeyboardInterrupt:
             answer = Answer("stopped")
         except BaseException as error:
@@ -203,7 +204,7 @@ class RankSession:
         return Answer("done")
 
 
-def _flush() -> None:
+def _flush_streams() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -214,15 +215,15 @@ def _describe_error(error: BaseException) -> CellError:
     while trace is not None:
         frames.append((trace.tb_frame.f_code, trace.tb_lineno))
         trace = trace.tb_next
-    own = [(code, line) for code, line in frames if _is_cell(code.co_filename)]
+    own = [(code, line) for code, line in frames if _is_cell_name(code.co_filename)]
     name, line = (own[-1][0].co_filename, own[-1][1]) if own else ("", 0)
-    if isinstance(error, SyntaxError) and _is_cell(error.filename or ""):
+    if isinstance(error, SyntaxError) and _is_cell_name(error.filename or ""):
         name, line = error.filename, error.lineno or 0
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     outside = [(code, at) for code, at in frames if not code.co_filename.startswith(_TORCH)]
     code, at = outside[-1] if outside else (None, 0)
     inside = ""
-    if own and code is not None and not _is_cell(code.co_filename) and not code.co_filename.startswith("<"):
+    if own and code is not None and not _is_cell_name(code.co_filename) and not code.co_filename.startswith("<"):
         inside = f"{'/'.join(code.co_filename.split(os.sep)[-2:])}:{at} in {code.co_name}"
     is_connection_error = isinstance(error, torch.distributed.DistError) or type(error).__name__ == "CommError"
     is_connection_error = is_connection_error or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -231,5 +232,6 @@ def _describe_error(error: BaseException) -> CellError:
     )
 
 
-def _is_cell(filename: str) -> bool:
+def _is_cell_name(filename: str) -> bool:
+    """Return whether a file name in a traceback stands for a cell."""
     return filename.startswith("cell ")

@@ -47,15 +47,15 @@ class RequestWatcher:
         detector = BlockedRankDetector(job) if message[0] == "run_cell" else None  # reconnecting may take any time
         while not job.all_answered:
             job.poll(_POLL_S)
-            now_s, seen = time.monotonic(), self._read_progress()
+            now_s, seen = time.monotonic(), self._snapshot_progress()
             last_change_time, before = (last_change_time, before) if seen == before else (now_s, seen)
             if job.dead_ranks:
                 return self._report_deaths()
             if job.all_answered:
                 break
-            self._show_more(now_s)
-            if job.verdict is not None:
-                return job.verdict.kind, self._explain_verdict(str(job.verdict))
+            self._show_new_output(now_s)
+            if job.diagnosis is not None:
+                return job.diagnosis.kind, self._explain_diagnosis(str(job.diagnosis))
             if interrupts:
                 return "stopped", "\n".join(["stopped; the ranks stood here:", *self._describe_positions()])
             if any(rank.dropped_bytes for rank in job.ranks):
@@ -81,17 +81,19 @@ class RequestWatcher:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._describe_positions()])
         # gloo does not notice that one rank sums what another takes the maximum of.
-        if verdict := find_operation_mismatch(job.last_snapshots()):
-            return verdict.kind, adapt_report_to_notebook(str(verdict))
+        if diagnosis := find_operation_mismatch(job.last_snapshots()):
+            return diagnosis.kind, adapt_report_to_notebook(str(diagnosis))
         return "done", ""
 
-    def _show_more(self, now_s: float) -> None:
+    def _show_new_output(self, now_s: float) -> None:
+        """Show the latest output if there is new output and the last display was long enough ago."""
         printed = [rank.output_bytes for rank in self._job.ranks]
         if self._show is not None and now_s - self._last_show_time >= _SHOW_S and printed != self._shown:
             self._last_show_time, self._shown = now_s, printed
             self._show(format_latest_output([rank.output for rank in self._job.ranks]))
 
-    def _read_progress(self) -> list:
+    def _snapshot_progress(self) -> list:
+        """Return a value that changes when an unanswered rank prints or changes its status; [] after a death."""
         job = self._job
         if job.dead_ranks:
             return []
@@ -99,24 +101,27 @@ class RequestWatcher:
         return [(n, versions.get(n), job.ranks[n].output_bytes) for n in range(job.size) if n not in job.answers]
 
     def _report_deaths(self) -> tuple[str, str]:
+        """Wait briefly for further deaths; return ("died", the report)."""
         end_s = time.monotonic() + _GRACE_DIED_S
         while not self._job.has_ended and time.monotonic() < end_s:
             self._job.poll(_GRACE_DIED_S)
         return "died", adapt_report_to_notebook(self._job.describe_deaths())
 
-    def _explain_verdict(self, text: str) -> str:
-        """Return a verdict's text, with the lines of the cell if the ranks wait in other files."""
+    def _explain_diagnosis(self, text: str) -> str:
+        """Return a diagnosis's text, with the lines of the cell if the ranks wait in other files."""
         lines = adapt_report_to_notebook(text)
         return (
             lines
             if " of cell " in lines
-            else "\n".join([lines, "in the cell:", *self._describe_cell_lines(self._pending())])
+            else "\n".join([lines, "in the cell:", *self._describe_cell_lines(self._unanswered_ranks())])
         )
 
-    def _pending(self) -> list[int]:
+    def _unanswered_ranks(self) -> list[int]:
+        """Return the ranks that have not answered the request."""
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
     def _describe_cell_lines(self, ranks: list[int]) -> list[str]:
+        """Return lines that say which line of the cell each of these ranks executes."""
         return format_cell_lines(self._job.dump_stacks(), ranks)
 
     def _describe_positions(self) -> list[str]:
@@ -127,7 +132,7 @@ class RequestWatcher:
             f"  {format_ranks([n])}: {adapt_report_to_notebook(describe_rank(s))}" for n, s in sorted(waiting.items())
         ]
         ended = sorted(self._job.answers)
-        running = [n for n in self._pending() if n not in waiting]
+        running = [n for n in self._unanswered_ranks() if n not in waiting]
         lines += self._describe_cell_lines(running) if running else []
         return lines + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 

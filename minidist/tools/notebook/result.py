@@ -43,11 +43,11 @@ class CellResult:
     def __str__(self) -> str:
         texts = {}
         for rank, (output, shown) in enumerate(zip(self.outputs, self.shown, strict=True)):
-            texts[rank] = "\n".join(part for part in (_short(output.rstrip("\n")), shown) if part)
+            texts[rank] = "\n".join(part for part in (_truncate(output.rstrip("\n")), shown) if part)
         return "\n".join([*_merge_equal(texts), *self.errors, *self.notes])
 
 
-def _short(text: str) -> str:
+def _truncate(text: str) -> str:
     """Truncate a long text."""
     lines = text.splitlines()
     if len(text) <= _MAX_TEXT and len(lines) <= _MAX_LINES:

@@ -136,7 +136,7 @@ class LiveRanks:
         self._pieces.replace_symbol(symbol, source, f"piece {symbol}", also_replaced=also_replaced)
         self._sources[symbol] = source, tuple(also_replaced)
         self._restart_dead_ranks()
-        self._send_piece(symbol)
+        self._replace_on_ranks(symbol)
 
     def restore_symbols(self, symbol: str | None = None) -> list[str]:
         """Restore the original of a replaced symbol, or of all if `symbol` is None, here and on every rank.
@@ -153,6 +153,7 @@ class LiveRanks:
     # -- implementation -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Start the ranks, create their process group and replace the replaced symbols on them."""
         for _ in range(_MAX_STARTS):  # a rank server that is ending may accept one more job
             arguments = (self._memory_bytes,)
             self._job = self._server.start(
@@ -160,18 +161,20 @@ class LiveRanks:
             )
             if self._recreate_group():
                 for name in self._sources:
-                    self._send_piece(name)
+                    self._replace_on_ranks(name)
                 return
             reported = self._job.describe_deaths() if self._job.dead_ranks else "they do not answer"
             self._job.kill()
         raise RunError(f"{self.n} ranks could not be started: {reported}")
 
-    def _send_piece(self, name: str) -> None:
+    def _replace_on_ranks(self, name: str) -> None:
+        """Replace a symbol on every rank. Raises UserError if a rank fails to."""
         if not self._request(("replace_symbol", name, f"piece {name}", *self._sources[name])):
             faults = {n: answer.fault for n, answer in self._job.answers.items() if answer.fault}
             raise UserError("\n".join([f"{name} could not be replaced on the ranks", *format_errors(faults)]))
 
     def _restart(self) -> None:
+        """Kill all ranks and start new ones, without their variables."""
         self._job.kill()
         self._start()
 
@@ -181,6 +184,7 @@ class LiveRanks:
         return kind == "done" and all(answer.kind == "done" for answer in self._job.answers.values())
 
     def _recreate_group(self) -> bool:
+        """Recreate the default process group on all ranks; return whether all succeeded."""
         self._generation += 1
         return self._request(("recreate_process_group", self._generation))
 
@@ -194,6 +198,7 @@ class LiveRanks:
         return [f"{why}. {self._lost_variables_note()}"]
 
     def _lost_variables_note(self) -> str:
+        """Return the note that says that all ranks were restarted."""
         return f"All ranks were restarted: the variables of {format_ranks(range(self.n))} are gone."
 
     def _interrupt_ranks(self) -> None:

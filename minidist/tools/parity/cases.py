@@ -308,7 +308,7 @@ class Case:
 
     def make_loader(self) -> Loader:
         """Make a loader of the case's samples, which are synthetic text."""
-        return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
+        return Loader(_synthetic_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
     def adjust_labels(self, step: int, batch: Batch) -> Batch:
         """Return a copy of a batch in which the labels are changed as the switches of the case require in this step.
@@ -330,7 +330,8 @@ class Case:
 
 
 @cache
-def _text():
+def _synthetic_text():
+    """Return the text from which all cases draw their samples; generated once."""
     return generate_text(TEXT_LENGTH)
 
 

@@ -55,17 +55,17 @@ def main(options: ParityOptions) -> int:
     rows: list[dict] = []
     not_run: list[dict] = []
     with RankServer() as server:  # it starts while the plan is printed
-        _say(*describe_plan(options, cases), "", _header())
+        _print_and_flush(*describe_plan(options, cases), "", _format_header())
         for case, outcome in run(server, cases):
             if isinstance(outcome, dict):
                 rows.append(outcome)
-                _say(*format_result_row(outcome))
+                _print_and_flush(*format_result_row(outcome))
             else:
                 not_run.append({"what": case.name, "why": outcome})
-                _say(*_not_run_lines(case, outcome))
+                _print_and_flush(*_format_not_run(case, outcome))
     different = sum(not row["ok"] for row in rows)
     equal = f"{len(rows) - different} of {len(cases)} rows equal one process"
-    _say("", equal + _format_failures(different, len(not_run), start_s))
+    _print_and_flush("", equal + _format_failures(different, len(not_run), start_s))
     if options.json is not None:
         options.json.write_text(
             parity_json(
@@ -152,11 +152,13 @@ def describe_left_out_combinations(options: ParityOptions, cases: Sequence[Case]
     return {f"{everything - len(cases)} more combinations of layouts and switches": why}
 
 
-def _header() -> str:
-    return _line("layout", "dtype", "optim", "loss", "gradient", "norm", "params", "")
+def _format_header() -> str:
+    """Return the header line of the result table."""
+    return _format_columns("layout", "dtype", "optim", "loss", "gradient", "norm", "params", "")
 
 
-def _line(name: str, dtype: str, optimizer: str, *rest: str) -> str:
+def _format_columns(name: str, dtype: str, optimizer: str, *rest: str) -> str:
+    """Return a line of the result table. rest: four numbers as text, and a last cell."""
     numbers = "".join(f"{word:>9}" for word in rest[:4])
     return f"{name:<{_NAME_WIDTH}} {dtype:<7} {optimizer:<5}{numbers} {rest[4]}".rstrip()
 
@@ -168,7 +170,7 @@ def format_result_row(row: dict) -> list[str]:
     """
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     numbers = ["-" if row[key] is None else f"{row[key]:.1e}" for key in _DIFFERENCES]
-    lines = [_line(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
+    lines = [_format_columns(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
     if not row["ok"]:
         lines.append(f"    wrong first: {row['first_wrong']}")
         if row["worst_tensor"] is not None:
@@ -176,12 +178,14 @@ def format_result_row(row: dict) -> list[str]:
     return lines
 
 
-def _not_run_lines(case: Case, why: str) -> list[str]:
+def _format_not_run(case: Case, why: str) -> list[str]:
+    """Return the lines about a case that could not run. why: the reason."""
     name = textwrap.wrap(case.name, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [*name, "    NOT RUN:", *(f"    {line}" for line in why.splitlines())]
 
 
 def _format_failures(different: int, not_run: int, start_s: float) -> str:
+    """Return the end of the last line: how many cases differ or did not run, and the seconds since `start_s`."""
     counts = ((different, "differ"), (not_run, "could not be run"))
     failures = [f"{count} {verdict}" for count, verdict in counts if count]
     return f"{'; ' if failures else ''}{', '.join(failures)} ({time.monotonic() - start_s:.1f} s)"
@@ -203,7 +207,8 @@ def parity_json(
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
-def _say(*lines: str) -> None:
+def _print_and_flush(*lines: str) -> None:
+    """Print lines and flush standard output, so that a pipe shows each row as it ends."""
     for line in lines:
         print(line)
     sys.stdout.flush()

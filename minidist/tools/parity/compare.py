@@ -102,6 +102,7 @@ class Comparison:
         self._record_first(step, kind, f"step {step} {what}")
 
     def _record_first(self, step: int, kind: str, what: str) -> None:
+        """Keep this difference if it comes before the first one so far, and report it."""
         order = (step, KINDS.index(kind), self._seen)
         if self.first is None or order < self.first[0]:
             self.first = (order, what)

@@ -65,15 +65,18 @@ def pairwise_cover(
     cases = []
     while missing:
         in_order = sorted(missing, key=repr)
-        grown = (_grow(choices, missing, draw.choice(in_order), draw) for _ in range(candidates))
+        grown = (_build_case(choices, missing, draw.choice(in_order), draw) for _ in range(candidates))
         best = max(grown, key=lambda case: len(value_pairs_in_case(case) & missing))
         cases.append(best)
         missing -= value_pairs_in_case(best)
     return cases
 
 
-def _grow(choices: Sequence[Switches], missing: set[Pair], first: Pair, draw: random.Random) -> dict[str, Any]:
-    """Return a case with the pair `first` and, value by value, the most missing pairs."""
+def _build_case(choices: Sequence[Switches], missing: set[Pair], first: Pair, draw: random.Random) -> dict[str, Any]:
+    """Build a case from the pair `first`, value by value, each with the most pairs that are still missing.
+
+    choices: the possible values of each switch, by family. draw: breaks ties.
+    """
     pair = dict(first)
     able = [family for family in choices if all(value in family.get(name, ()) for name, value in pair.items())]
     family = draw.choice(able) if len(able) > 1 else able[0]

@@ -87,6 +87,7 @@ class _SimpleEngine(simple_engine.Engine):
     on_gradients_reduced: Callable[[], None] = staticmethod(lambda: None)
 
     def squared_norm(self) -> float:
+        """Call `on_gradients_reduced`, then return the squared norm of this rank's reduced gradients."""
         self.on_gradients_reduced()
         return super().squared_norm()
 

@@ -48,10 +48,11 @@ def list_layouts(world: int) -> list[Layout]:
     for pp, cp, tp in product(range(1, world + 1), repeat=3):
         if world % (pp * cp * tp):
             continue
-        options = product(SCHEDULES if pp > 1 else [None], (False, True) if tp > 1 else [None], _contexts(cp))
+        options = product(SCHEDULES if pp > 1 else [None], (False, True) if tp > 1 else [None], _attention_variants(cp))
         layouts += [Layout(pp, world // (pp * cp * tp), cp, tp, *values) for values in options]
     return layouts
 
 
-def _contexts(cp: int) -> tuple[str | None, ...]:
+def _attention_variants(cp: int) -> tuple[str | None, ...]:
+    """Return the variants of context-parallel attention for `cp` ranks; (None,) for one rank."""
     return ("ring", "ulysses") if cp > 1 else (None,)

@@ -41,11 +41,11 @@ class PlanPart:
     def cases(self) -> tuple[Case, ...]:
         """The cases to run in this part, ordered by layout. They are computed on first use, which takes seconds."""
         if self.full:
-            chosen = [choice for family in self.families for choice in _product(family)]
+            chosen = [choice for family in self.families for choice in _list_combinations(family)]
         else:
             chosen = pairwise_cover(self.families, self.ranks, excluded=_APART)
         fixed = tuple(self.families[0].fixed)  # no feature if there is only one layout
-        layouts = {tuple(_features(layout)[name] for name in fixed): layout for layout in self.layouts}
+        layouts = {tuple(_layout_features(layout)[name] for name in fixed): layout for layout in self.layouts}
         cases = [
             make_case(layouts[tuple(choice[name] for name in fixed)], {name: choice[name] for name in SWITCHES})
             for choice in chosen
@@ -80,12 +80,12 @@ def plan_cases(ranks: int, full: bool = False, engine: str | None = None) -> tup
     values occurs in some case. full: every possible combination of layout and values of all switches is a case. engine:
     only cases of this engine; None: of all engines.
     """
-    parts = [_part("1 rank", 1, [Layout()], full, engine)]
+    parts = [_make_plan_part("1 rank", 1, [Layout()], full, engine)]
     if ranks > 1:
         plain = Layout(dp=ranks)
         others = [layout for layout in list_layouts(ranks) if layout != plain]
-        parts.append(_part(f"dp={ranks}", ranks, [plain], full, engine))
-        parts.append(_part(f"all other layouts of {ranks} ranks", ranks, others, full, engine))
+        parts.append(_make_plan_part(f"dp={ranks}", ranks, [plain], full, engine))
+        parts.append(_make_plan_part(f"all other layouts of {ranks} ranks", ranks, others, full, engine))
     parts = tuple(part for part in parts if part.families)
     if not parts:
         raise UserError(f"--engine {engine} has no rows on {ranks} rank: give --ranks 2 or more.")
@@ -97,16 +97,17 @@ def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
     return [case for part in parts for case in part.cases]
 
 
-def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool, engine: str | None) -> PlanPart:
+def _make_plan_part(title: str, ranks: int, layouts: Sequence[Layout], full: bool, engine: str | None) -> PlanPart:
+    """Make a part of the plan from its layouts: find the combinations that can run, and those that are refused."""
     refused: dict[str, str] = {}
     families = []
     for layout in layouts:
         switches = possible_switch_values(layout)
-        why = {value: _refusal(layout, micro_batches=value) for value in switches["micro_batches"]}
+        why = {value: _explain_refusal(layout, micro_batches=value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
-            features = _features(layout) if len(layouts) > 1 else {}
+            features = _layout_features(layout) if len(layouts) > 1 else {}
             restricted = _restrict_gradients(layout, switches)
             families += [
                 CaseFamily({**switches, **values}, features)
@@ -117,7 +118,7 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool, engine:
 
 
 def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
-    """Which dtypes, gradient reductions and engines go together in a layout.
+    """Return the families of switch values that go together in a layout: dtypes, gradient reductions, engines.
 
     Full-precision dtypes go with every reduction, 16-bit dtypes only with those that can keep masters. The
     synchronization modes in which a rank has its own gradients go with SGD, without clipping, which would be by a
@@ -138,15 +139,15 @@ def _restrict_gradients(layout: Layout, switches: Switches) -> list[Switches]:
 
 
 def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
-    """Which values of the switches the simple engine runs in a layout, and which of them go together; [] if none.
+    """Return the families of switch values that the simple engine runs in a layout; [] if none.
 
     The all-reduce algorithms go with one value of each other switch.
     """
     engine = {"engine": "simple", "micro_batches": switches["micro_batches"][-1]}
-    if _refusal(layout, **engine) is not None:
+    if _explain_refusal(layout, **engine) is not None:
         return []
     accepted = {
-        name: tuple(value for value in values if _refusal(layout, **{**engine, name: value}) is None)
+        name: tuple(value for value in values if _explain_refusal(layout, **{**engine, name: value}) is None)
         for name, values in switches.items()
         if name not in engine
     }
@@ -170,12 +171,13 @@ def _simple_families(layout: Layout, switches: Switches) -> list[Switches]:
     return families
 
 
-def _product(family: CaseFamily) -> Iterable[dict[str, Any]]:
+def _list_combinations(family: CaseFamily) -> Iterable[dict[str, Any]]:
+    """Return every combination of the family's values, by switch."""
     return (dict(zip(family.choices, values, strict=True)) for values in product(*family.choices.values()))
 
 
-def _features(layout: Layout) -> dict[str, Any]:
-    """The features that distinguish layouts."""
+def _layout_features(layout: Layout) -> dict[str, Any]:
+    """Return the properties of a layout whose pairs with switch values the plan covers, by name."""
     return {
         "mesh": str(layout.mesh),
         "stages": layout.pp,
@@ -187,7 +189,7 @@ def _features(layout: Layout) -> dict[str, Any]:
 
 def _feature_values(case: Case) -> dict[str, Any]:
     """Return the value of each feature of the case's layout and of each switch, by name."""
-    return _features(case.mesh_layout) | {name: getattr(case, name) for name in SWITCHES}
+    return _layout_features(case.mesh_layout) | {name: getattr(case, name) for name in SWITCHES}
 
 
 def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
@@ -198,8 +200,8 @@ def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
     return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks_per_stage), layout, **values)
 
 
-def _refusal(layout: Layout, **values: Any) -> str | None:
-    """Why a layout cannot run with these values of some switches; None if it can."""
+def _explain_refusal(layout: Layout, **values: Any) -> str | None:
+    """Return why a layout cannot run with these values of some switches; None if it can."""
     plain = {name: values[0] for name, values in SWITCHES.items()}
     try:
         validate(make_case(layout, plain | values).config(), layout.mesh.world_size)
@@ -223,8 +225,11 @@ def possible_switch_values(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_distinct(layout: Layout, gradients: str) -> bool:
-    """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks, hybrid
-    sharding more than two, the synchronization modes and all-reduce algorithms nothing but data parallelism."""
+    """Return whether a gradient reduction differs from the others in a layout.
+
+    Sharding needs several ranks, hybrid sharding more than two; the synchronization modes and all-reduce algorithms
+    need a layout with data parallelism alone.
+    """
     if gradients == "asynchronous":  # several ranks train another way
         return layout.mesh.world_size == 1
     if gradients in (*MODES, *ALGORITHMS):

@@ -99,15 +99,15 @@ def _write_reference(case: Case, file: str) -> None:
         tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
 
     lrs = [case.lr(step) for step in range(STEPS)]
-    clip_norm = _between_norms(case, batches) if case.clip else math.inf
+    clip_norm = _choose_clip_norm(case, batches) if case.clip else math.inf
     reference.train_reference(model, batches, optimizer, lrs, clip_norm, SEED, record_step)
     tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
     save_file(tensors, file, {"scalars": json.dumps(scalars), "clip_norm": json.dumps(clip_norm)})
 
 
-def _between_norms(case: Case, batches: Sequence) -> float:
-    """A norm that the step with the large gradient exceeds, and no other: half-way between it and the step before."""
+def _choose_clip_norm(case: Case, batches: Sequence) -> float:
+    """Return a norm that the step with the large gradient exceeds and no other: half-way to the step before."""
     norms: list[float] = []
     model = case.make_model()
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
@@ -153,6 +153,7 @@ def run_cases(
 
 
 def _write_pickle(file: Path, what: object) -> None:
+    """Pickle an object to a file, atomically."""
     write_atomically(file, pickle.dumps(what))
 
 
@@ -236,19 +237,20 @@ def _make_report(
         shapes={name.removeprefix("end/"): tuple(t.shape) for name, t in expected.items() if name.startswith("end/")},
         boxes={name: engine.specs[name].boxes for name in parameters}
         | {name: (Box.whole(tuple(buffer.shape)),) for name, buffer in buffers.items()},
-        digests={name: _digest(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
+        digests={name: _hash_bytes(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
         scalars=tuple(scalars_seen),
         num_reference_clips=num_reference_clips,
     )
 
 
-def _digest(tensor: Tensor) -> str:
+def _hash_bytes(tensor: Tensor) -> str:
+    """Return a hash of the tensor's bytes, as hexadecimal text."""
     memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
 
 
 def _make_engine(groups: Groups, case: Case, clip_norm: float, seed_offset: int = 0) -> ParityEngine:
-    """The case's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
+    """Make the engine of a case; parameters start from another seed on ranks that must differ, and in a resumed run."""
     own = seed_offset + (groups.world.rank if case.start == "different" else 0)
     model = case.make_model(SEED + own)
     with torch.no_grad():

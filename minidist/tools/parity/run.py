@@ -35,7 +35,7 @@ def run(
             processes,
             (references, folder),
             backend=None,
-            deadline_s=_deadline_s(references),
+            deadline_s=_default_deadline_s(references),
             threads=1,
         )
         for world in sorted({case.world_size for case in cases}):
@@ -44,14 +44,15 @@ def run(
                 for number, case in enumerate(cases)
                 if case.world_size == world
             ]
-            yield from _run_world(server, world, numbered, folder, deadline_s, prepare)
+            yield from _run_on_ranks(server, world, numbered, folder, deadline_s, prepare)
 
 
-def _deadline_s(cases: Sequence) -> float:
+def _default_deadline_s(cases: Sequence) -> float:
+    """Return the seconds that these cases may take together."""
     return 60.0 + 5.0 * len(cases)
 
 
-def _run_world(
+def _run_on_ranks(
     server: RankServer,
     world: int,
     left: list[tuple[int, Case, int]],
@@ -59,14 +60,19 @@ def _run_world(
     deadline_s: float | None,
     prepare: Callable[[], object] | None,
 ) -> Iterator[tuple[Case, dict | str]]:
+    """Train the cases in `left` on `world` ranks; yield each with its row, or the reason why it failed.
+
+    left: (number, case, number of its reference). folder: of references and reports. After a failure the cases behind
+    it run on new ranks.
+    """
     while left:
-        limit_s = _deadline_s(left) if deadline_s is None else deadline_s
+        limit_s = _default_deadline_s(left) if deadline_s is None else deadline_s
         job = server.start(run_cases, world, (left, folder, prepare), deadline_s=limit_s, threads=1)
         failure, ended = None, False
         try:
             while not ended:
                 ended = job.poll(_POLL_S)
-                while left and (records := _records(folder, left[0][0], world)):
+                while left and (records := _read_reports(folder, left[0][0], world)):
                     yield left[0][1], make_table_row(left[0][1], records)
                     left = left[1:]
             job.wait()
@@ -85,14 +91,14 @@ def _run_world(
 
 
 def _explain_failure(folder: str, number: int, world: int, failure: Exception) -> str:
-    """Why a case has no row: the first difference, if any was found, and how the ranks failed."""
+    """Return why a case has no row: the first difference, if a rank found one, and how the ranks failed."""
     files = [first_difference_file(folder, number, rank) for rank in range(world)]
-    wrong = _first_of([pickle.loads(file.read_bytes()) if file.exists() else None for file in files])
+    wrong = _describe_first_difference([pickle.loads(file.read_bytes()) if file.exists() else None for file in files])
     return f"{wrong} is wrong; then\n{failure}" if wrong else str(failure)
 
 
-def _records(folder: str, number: int, world: int) -> list[RankReport] | None:
-    """The reports of all ranks; None while one is missing."""
+def _read_reports(folder: str, number: int, world: int) -> list[RankReport] | None:
+    """Return the reports of all ranks about case `number`; None while one is missing."""
     files = [report_file(folder, number, rank) for rank in range(world)]
     if not all(file.exists() for file in files):
         return None
@@ -109,7 +115,9 @@ def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
     if case.has_own_gradients:
         largest |= dict.fromkeys(("loss", "grad", "grad_norm"))  # not compared
     _, worst = max((report.worst for report in reports), key=lambda pair: pair[0])
-    first_wrong = _first_of([report.first for report in reports]) or _find_cross_rank_fault(case, reports)
+    first_wrong = _describe_first_difference([report.first for report in reports]) or _find_cross_rank_fault(
+        case, reports
+    )
     return {
         "layout": case.description,
         "dtype": case.dtype,
@@ -125,8 +133,8 @@ def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
     }
 
 
-def _first_of(by_rank: Sequence[FirstDifference | None]) -> str | None:
-    """The first difference on any rank, and on which ranks if not on all."""
+def _describe_first_difference(by_rank: Sequence[FirstDifference | None]) -> str | None:
+    """Return the first difference on any rank as text, with its ranks if not all found it; None without one."""
     firsts = {rank: first for rank, first in enumerate(by_rank) if first is not None}
     if not firsts:
         return None
@@ -138,8 +146,11 @@ def _first_of(by_rank: Sequence[FirstDifference | None]) -> str | None:
 
 
 def _find_cross_rank_fault(case: Case, records: Sequence[RankReport]) -> str | None:
-    """Faults that no rank can see by itself: elements that no rank has, replicas that are not bitwise equal, ranks that
-    return different losses, `clip` without clipping."""
+    """Return a fault that only a comparison of the ranks shows, as text; None if there is none.
+
+    Such faults: elements that no rank has, replicas that are not bitwise equal, ranks that return different losses, and
+    `clip` without clipping.
+    """
     for name, shape in records[0].shapes.items():
         if has_uncovered_elements(shape, [box for record in records for box in record.boxes.get(name, ())]):
             return f"step 0 param {name} is not on any rank, or only in part"

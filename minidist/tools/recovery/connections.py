@@ -73,5 +73,6 @@ def list_open_files() -> set[tuple[int, int]]:
 
 
 def _identify_file(fd: int) -> tuple[int, int]:
+    """Return the device and inode number of an open file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino  # the inode number alone may be that of a file on another device

@@ -67,9 +67,9 @@ def train_with_recovery(
         while (generation := membership.join_next_generation(has_failed)) is not None:
             trainer = None
             try:
-                recovery.enter_generation(generation)
+                recovery.set_generation(generation)
                 rank_world = membership.connect(world)
-                if recovery.is_after_failure:
+                if recovery.has_changed_ranks:
                     config = replace(config, fault=replace(config.fault, inject=None))  # injected once
                 current = recovery.resume_from_newest_checkpoint(config)
                 trainer = Trainer(rank_world, _with_inferred_dp(current), *make_observers_and_meter(current), recovery)
@@ -137,8 +137,8 @@ class LiveRecovery(Recovery):
         self._rank_of: dict[int, int] = {}  # the last rank of every member
         self._noted_deaths: set[int] = set()
 
-    def enter_generation(self, generation: Generation) -> None:
-        """Record that this process is a rank of `generation`, the ranks that train until one dies or a new one arrives.
+    def set_generation(self, generation: Generation) -> None:
+        """Note that this process is a rank of `generation`, the ranks that train until one dies or a new one arrives.
 
         It connects nothing: `Membership.connect` does.
         """
@@ -165,17 +165,17 @@ class LiveRecovery(Recovery):
         self._copies = None
 
     def resume_from_newest_checkpoint(self, config: Config) -> Config:
-        """Return `config`, set to resume from the run's newest checkpoint if this is not its first generation.
+        """Return `config`, set to resume from the run's newest checkpoint if the run has lost or gained ranks before.
 
         The trainer loads that checkpoint if the ranks hold no complete state in memory. Unchanged without a checkpoint.
         """
-        if not self.is_after_failure or not folders.complete_checkpoints(Path(config.folder) / run_folder.CHECKPOINTS):
+        if not self.has_changed_ranks or not folders.complete_checkpoints(Path(config.folder) / run_folder.CHECKPOINTS):
             return config
         how = replace(config.checkpoint, resume=run_folder.AUTO)
         return replace(config, checkpoint=how)
 
     @property
-    def is_after_failure(self) -> bool:
+    def has_changed_ranks(self) -> bool:
         """Whether the run has lost or gained ranks before: this is not its first generation."""
         return self._generation.number > 0
 
@@ -192,7 +192,7 @@ class LiveRecovery(Recovery):
     def restore(self, trainer: Trainer) -> bool:
         """Collective: load the newest training state that the ranks hold in memory into a new trainer.
 
-        Returns False if they hold no complete state; the trainer must then load a checkpoint or begin again.
+        Returns False if they hold no complete state; the trainer must then load a checkpoint or start from step 0.
         """
         engine = None if self._failed is None else self._failed[0].engine
         decisions = [one for one in trainer.all_gather_object(engine and engine.decision) if one is not None]
@@ -240,7 +240,7 @@ class LiveRecovery(Recovery):
             functools.partial(_send_receive_bytes, trainer.control),
             trainer.control.rank,
         )
-        self._refresh(trainer)
+        self._refresh_copies(trainer)
         self._held = []  # all ranks have loaded theirs
 
     def on_step(self, trainer: Trainer) -> None:
@@ -253,14 +253,15 @@ class LiveRecovery(Recovery):
             trainer.send_note(f"step {trainer.progress.step} was completed {seconds:.2f} s after the failure")
         self._failures_without_step = 0
         if self._memory_every and trainer.progress.step % self._memory_every == 0:
-            self._refresh(trainer)
+            self._refresh_copies(trainer)
 
-    def _refresh(self, trainer: Trainer) -> None:
+    def _refresh_copies(self, trainer: Trainer) -> None:
+        """Collective: copy the training state into the memory of the ranks, unless copies are turned off."""
         if self._memory_every:
             with trainer.groups.meter.span("memory copies"):
                 is_reported = trainer.reported_steps == trainer.progress.step  # on rank 0, too: it takes part
                 self._copies.refresh(
-                    trainer.progress.step, checkpoint_shards(trainer.engine), _describe_position(trainer, is_reported)
+                    trainer.progress.step, checkpoint_shards(trainer.engine), _describe_progress(trainer, is_reported)
                 )
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class LiveRecovery(Recovery):
             self._failed_at_s = None
         here = self._is_new, os.getpid(), self._last_step, self._failed_at_s
         others = trainer.all_gather_object(here)
-        if not self.is_after_failure:
+        if not self.has_changed_ranks:
             return
         last_step = max(step for _, _, step, _ in others)
         self._membership.find_dead_members()
@@ -288,11 +289,16 @@ class LiveRecovery(Recovery):
         ]
 
     def _describe_death(self, death: Death, step: int) -> str:
+        """Return a death as text, with the rank that the process had. step: the step in which it died."""
         rank = self._rank_of.get(death.member, "?")  # a new process does not know the ranks of before
         return f"rank {rank} (process {death.pid}) died in step {step}: {death.cause}"
 
 
 def _describe_source(loaded: LoadedState | None, last_step: int) -> str:
+    """Return where the loaded state comes from and how many steps are repeated, as text.
+
+    loaded: None if the ranks held no complete state. last_step: the last completed step.
+    """
     if loaded is None:
         return "from the newest checkpoint, or from the start: the ranks left hold no complete state"
     origins = [f"{origin} of {format_ranks(ranks)}" for origin, ranks in loaded.sources.items()]
@@ -301,10 +307,11 @@ def _describe_source(loaded: LoadedState | None, last_step: int) -> str:
     return f"with the state after step {loaded.step} from the {' and the '.join(origins)}: {losses}"
 
 
-def _describe_position(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
-    """What belongs to the live tensors besides them. The trainer may be one step behind its engine, if that failed.
+def _describe_progress(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
+    """Return the training state besides the tensors: completed steps, position in the data, loss scale, ...
 
-    is_reported: whether rank 0, whose observers write the records of the run, has reported the last completed step.
+    The trainer may be one step behind its engine, if that step failed. is_reported: whether rank 0, whose observers
+    write the records of the run, has reported the last completed step.
     """
     engine, progress, skipped = trainer.engine, trainer.progress, trainer.skipped_steps
     ahead = engine.completed_steps - progress.step
@@ -327,15 +334,16 @@ def _with_new_replicas(held: InMemoryState, replicas: int) -> InMemoryState:
 
 
 def _hold_live_tensors(trainer: Trainer, generation: int) -> InMemoryState:
-    """The live tensors of a failed trainer, in host memory. Its engine must not be used any more."""
+    """Return the live tensors of a failed trainer, in host memory, as a state. Its engine must not be used any more."""
     shards = [replace(shard, tensor=shard.tensor.detach().cpu()) for shard in checkpoint_shards(trainer.engine)]
     # If rank 0 has died, the step is reported again: its row may be missing, and one that is there is replaced.
     is_reported = trainer.world.rank == 0 and trainer.reported_steps == trainer.engine.completed_steps
-    position = _describe_position(trainer, is_reported)
+    position = _describe_progress(trainer, is_reported)
     return InMemoryState(position["step"], generation, "live tensors", position, shards)
 
 
 def _exchange_bytes(group: Group, to_send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Collective: send `to_send[r]` to each rank r; return the tensors received. sizes: their bytes, by rank."""
     device = group.world.control_device
     output = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     lengths = [len(part) for part in to_send]
@@ -344,6 +352,7 @@ def _exchange_bytes(group: Group, to_send: Sequence[Tensor], sizes: Sequence[int
 
 
 def _send_receive_bytes(group: Group, tensor: Tensor, destination: int, size: int, source: int) -> Tensor:
+    """Send a byte tensor to `destination` and receive `size` bytes from `source`; return them. Collective."""
     device = group.world.control_device
     received = torch.empty(size, dtype=torch.uint8, device=device)
     transfers = [P2POp("send", tensor.to(device), destination)] if len(tensor) else []

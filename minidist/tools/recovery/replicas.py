@@ -94,7 +94,7 @@ def load_from_memory(
             for index, one in enumerate(held)
             for shard in one.shards
         }
-        _exchange(reads, own, all_gather_object, exchange_bytes, rank)
+        _fill_shards(reads, own, all_gather_object, exchange_bytes, rank)
         used = all_gather_object({tuple(map(int, source.split())) for source in reads})
         sources: dict[str, list[int]] = {}
         for source, index in sorted(set().union(*used)):
@@ -109,7 +109,7 @@ def _describe_shards(shards: Iterable[TensorShard]) -> list[tuple[str, str, tupl
 
 
 def _source_name(rank: int, index: int) -> str:
-    """Name held state number `index` of a rank; takes the place of a file's name in a checkpoint."""
+    """Return the name of the state number `index` of a rank; it stands where a checkpoint names a file."""
     return f"{rank} {index}"
 
 
@@ -143,14 +143,14 @@ def _find_sources(holders: Sequence[list], version: tuple[int, int], rank: int) 
     return tensors
 
 
-def _exchange(
+def _fill_shards(
     reads: dict[str, list],
     own: dict[tuple[str, str, Box], Tensor],
     all_gather_object: GatherObjects,
     exchange: ExchangeBytes,
     rank: int,
 ) -> None:
-    """Fill the shards of `reads`, in batches of bounded size.
+    """Collective: fill the shards of `reads` from the memory of the ranks, in batches of bounded size.
 
     own: the tensors that this rank holds, by source, name and box.
     """
@@ -158,11 +158,11 @@ def _exchange(
     wanted.sort(key=lambda read: (read[1].name, read[3].start))
     requests = all_gather_object(
         [
-            (source, (saved.file, shard.name, saved.box), box.slices_in(saved.box), shard.name, _num_bytes(shard, box))
+            (source, (saved.file, shard.name, saved.box), box.slices_in(saved.box), shard.name, _box_bytes(shard, box))
             for source, shard, saved, box in wanted
         ]
     )
-    for names in _batches(requests):
+    for names in _divide_into_batches(requests):
         to_send, incoming = [], [[] for _ in requests]
         for other in range(len(requests)):
             parts = [own[key][at] for source, key, at, name, _ in requests[other] if source == rank and name in names]
@@ -170,17 +170,17 @@ def _exchange(
         for read in wanted:
             if read[1].name in names:
                 incoming[read[0]].append(read)
-        sizes = [sum(_num_bytes(shard, box) for _, shard, _, box in parts) for parts in incoming]
+        sizes = [sum(_box_bytes(shard, box) for _, shard, _, box in parts) for parts in incoming]
         for received, parts in zip(exchange(to_send, sizes), incoming, strict=True):
             start = 0
             for _, shard, _, box in parts:
-                stop = start + _num_bytes(shard, box)
+                stop = start + _box_bytes(shard, box)
                 values = received[start:stop].clone().view(shard.tensor.dtype).view(box.shape)  # aligned by the clone
                 shard.tensor.detach()[box.slices_in(shard.box)].copy_(values)
                 start = stop
 
 
-def _batches(requests: Sequence[list]) -> list[set[str]]:
+def _divide_into_batches(requests: Sequence[list]) -> list[set[str]]:
     """Divide the names of all requested tensors into batches, in the same way on all ranks."""
     sizes: dict[str, int] = {}
     for _, _, _, name, num_bytes in (request for of_rank in requests for request in of_rank):
@@ -195,12 +195,13 @@ def _batches(requests: Sequence[list]) -> list[set[str]]:
     return batches
 
 
-def _num_bytes(shard: TensorShard, box: Box) -> int:
+def _box_bytes(shard: TensorShard, box: Box) -> int:
+    """Return the bytes of a box in the dtype of the shard."""
     return box.numel * shard.tensor.element_size()
 
 
 def _join_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one after another, in host memory: (bytes,) uint8."""
+    """Return the bytes of all tensors, one after another, in host memory: (bytes,) uint8."""
     parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -283,7 +284,7 @@ class MemoryCopies:
         received = self._send_receive(to_send, (self._rank + self._shift) % self._size, size, partner)
         self._held[0] = [
             InMemoryState(step, self._generation, "own copies", state, own),
-            InMemoryState(step, self._generation, "partner copies", state, _cut(received, expected)),
+            InMemoryState(step, self._generation, "partner copies", state, _cut_into_shards(received, expected)),
         ]
 
     def _find_exposed_boxes(self) -> set[tuple[str, Box]]:
@@ -295,8 +296,8 @@ class MemoryCopies:
         return {at for at, found in domains.items() if len(found) == 1 and at[1].numel} if self._size > 1 else set()
 
 
-def _cut(flat: Tensor, described: Sequence[tuple]) -> list[TensorShard]:
-    """Cut bytes into shards. described: of each, name, global shape, box and dtype."""
+def _cut_into_shards(flat: Tensor, described: Sequence[tuple]) -> list[TensorShard]:
+    """Cut a byte tensor into shards. described: name, global shape, box and dtype of each."""
     shards, start = [], 0
     for name, shape, box, dtype in described:
         stop = start + box.numel * dtype.itemsize

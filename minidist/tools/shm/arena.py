@@ -117,10 +117,12 @@ class _FreeList:
         self._gaps = [(begin, end)]
 
     def largest(self) -> int:
+        """Return the size in bytes of the largest free block."""
         return max((end - begin for begin, end in self._gaps), default=0)
 
     def take(self, size: int) -> int:
-        size = _rounded(size)
+        """Reserve a block of `size` bytes; return its offset. Raises ArenaFullError if none is large enough."""
+        size = _round_up(size)
         for i, (begin, end) in enumerate(self._gaps):
             if end - begin >= size:
                 self._gaps[i : i + 1] = [(begin + size, end)] if end - begin > size else []
@@ -128,8 +130,9 @@ class _FreeList:
         raise ArenaFullError(f"{size} bytes of shared memory are wanted, and {self.largest()} are free in one piece")
 
     def give(self, offset: int, size: int) -> None:
+        """Free the block of `size` bytes at `offset` and join it with free neighbours."""
         merged: list[tuple[int, int]] = []
-        for begin, end in sorted([*self._gaps, (offset, offset + _rounded(size))]):
+        for begin, end in sorted([*self._gaps, (offset, offset + _round_up(size))]):
             if merged and merged[-1][1] == begin:
                 merged[-1] = (merged[-1][0], end)
             else:
@@ -137,5 +140,6 @@ class _FreeList:
         self._gaps = merged
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
+    """Return `size` rounded up to a multiple of the alignment."""
     return -(-size // _ALIGN) * _ALIGN

@@ -74,7 +74,7 @@ class GroupBarrier:
         parts = [message.split(b"\0", 2) for message in messages]
         for other, part in enumerate(parts):
             if part[0] != own_signature:
-                self.failure = self._mismatch(parts, other)  # every rank detects it, so no message is needed
+                self.failure = self._describe_mismatch(parts, other)  # every rank detects it, so no message is needed
                 raise ShmError(self.failure)
         return [part[2] for part in parts]
 
@@ -118,9 +118,10 @@ class GroupBarrier:
             except ConnectionResetError:
                 received = receive_after_connection_reset(sock)
                 break
-        return self._read(other, received)
+        return self._unpack_message(other, received)
 
-    def _read(self, other: int, received: bytes) -> bytes:
+    def _unpack_message(self, other: int, received: bytes) -> bytes:
+        """Return the content of a message from rank `other`. Raises ShmError if it has aborted or left."""
         if received[:1] == _PLAIN:
             return received[1:]
         if received:
@@ -142,7 +143,7 @@ class GroupBarrier:
                     first = sock.recv(_MESSAGE_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 except ConnectionResetError:
                     first = receive_after_connection_reset(sock, socket.MSG_PEEK)
-                self._read(other, first)
+                self._unpack_message(other, first)
 
     def monitored_barrier(self, timeout_s: float, all_missing: bool) -> None:
         """Block until all ranks have called this method; after `timeout_s` raise ShmError, which names late ranks.
@@ -175,7 +176,11 @@ class GroupBarrier:
         for _, sock in self.peers:
             sock.send(signature)
 
-    def _mismatch(self, parts: list[list[bytes]], other: int) -> str:
+    def _describe_mismatch(self, parts: list[list[bytes]], other: int) -> str:
+        """Return the error message about ranks that have begun different operations.
+
+        parts: (signature, shape, ...) of every rank. other: a group rank whose signature differs from this rank's.
+        """
         ranks_by_operation: dict[str, list[int]] = {}
         for rank, part in enumerate(parts):
             number, _, what = part[0].decode(errors="replace").partition(" ")

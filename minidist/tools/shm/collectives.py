@@ -58,7 +58,7 @@ class Collectives:
         root: the only group rank whose `flat` receives the result; None: all ranks. signature, shape: operation and
         tensor as text, for checks and error messages (see `Collectives`).
         """
-        slots = self._slots_for(flat.nbytes, signature, shape)
+        slots = self._choose_slots(flat.nbytes, signature, shape)
         if self.size == 1 or (flat.nbytes * self.size <= SINGLE_BARRIER_BYTES and flat.nbytes <= slots.bytes):
             n = flat.nbytes
             parts = slots.next_slot_views((n, flat.dtype), lambda every: [slot[:n].view(flat.dtype) for slot in every])
@@ -73,19 +73,23 @@ class Collectives:
     def _all_reduce_in_slices(
         self, slots: Slots, flat: Tensor, reduction: Reduction, signature: str, shape: str, root: int | None
     ) -> None:
+        """All-reduce a large tensor in chunks: each rank reduces its own slice of every chunk. Collective.
+
+        slots: through which the chunks pass. flat, reduction, signature, shape, root: as in `all_reduce`.
+        """
         me = self.rank
 
         def fill(piece: "_Chunk") -> tuple["_Chunk", "_SlotViews"]:
             """Copy a chunk into this rank's slot, except for the slice that this rank reduces itself."""
             n = piece.whole.numel()
             shared = slots.next_slot_views(
-                ("slices", n, flat.dtype), lambda every: _slot_views(every, n, flat.dtype, me)
+                ("slices", n, flat.dtype), lambda every: _view_slots(every, n, flat.dtype, me)
             )
             for target, part in zip(shared.peers, piece.peers, strict=True):
                 target.copy_(part)
             return piece, shared
 
-        first, *rest = _chunks(flat, slots.bytes // flat.itemsize, self.size, me)
+        first, *rest = _split_into_chunks(flat, slots.bytes // flat.itemsize, self.size, me)
         filled = fill(first)
         self.barrier.begin_operation(signature, shape)
         for following in [*rest, None]:
@@ -121,7 +125,7 @@ class Collectives:
             parts[self.rank] = own[begin:end].clone() if overwritten else own[begin:end]
             reduction.reduce_into(parts, output[begin:end])
 
-        slots = self._slots_for(self.size * (output.nbytes + 64), signature, shape)
+        slots = self._choose_slots(self.size * (output.nbytes + 64), signature, shape)
         size = slots.section_bytes_per_rank()
         self._stream(slots, output.numel(), size // output.itemsize, fill, drain, signature, shape)
 
@@ -141,7 +145,7 @@ class Collectives:
             if self.rank != root:
                 flat[begin:end].copy_(slots[root][: end - begin])
 
-        slots = self._slots_for(flat.numel(), signature, shape)
+        slots = self._choose_slots(flat.numel(), signature, shape)
         self._stream(slots, flat.numel(), slots.bytes, fill, drain, signature, shape)
 
     def all_gather(
@@ -162,7 +166,7 @@ class Collectives:
                 for i, output in enumerate(outputs):
                     output[begin:end].copy_(own[begin:end] if i == self.rank else slots[i][: end - begin])
 
-        slots = self._slots_for(own.numel(), signature, shape)
+        slots = self._choose_slots(own.numel(), signature, shape)
         self._stream(slots, own.numel(), slots.bytes, fill, drain, signature, shape)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, root: int, signature: str, shape: str) -> None:
@@ -185,7 +189,7 @@ class Collectives:
             )
             output[begin:end].copy_(mine)
 
-        slots = self._slots_for(self.size * (output.numel() + 64), signature, shape)
+        slots = self._choose_slots(self.size * (output.numel() + 64), signature, shape)
         size = slots.section_bytes_per_rank()
         self._stream(slots, output.numel(), size, fill, drain, signature, shape)
 
@@ -200,7 +204,7 @@ class Collectives:
         table = [[int.from_bytes(row[8 * i : 8 * i + 8], "little") for i in range(self.size)] for row in received]
         for i, output in enumerate(outputs):
             if table[i][self.rank] != output.numel():
-                raise self._refuse(
+                raise self._abort_with_error(
                     f"rank {self.barrier.ranks[i]} has {table[i][self.rank]} bytes for rank "
                     f"{self.barrier.ranks[self.rank]}, which expects {output.numel()}: {signature} of {self.barrier}"
                 )
@@ -217,14 +221,14 @@ class Collectives:
                     output.copy_(view_slot_section(slots[i], self.rank, size, output.numel()))
 
         longest = max(max(row) for row in table)
-        slots = self._slots_for(self.size * (longest + 64), signature, "")
+        slots = self._choose_slots(self.size * (longest + 64), signature, "")
         size = slots.section_bytes_per_rank()
         self._stream(slots, longest, size, fill, drain, signature, "")
 
     # -- the common part ----------------------------------------------------------------------------------------------
 
     def _stream(self, slots: Slots, n: int, step: int, fill: Fill, drain: Fill, signature: str, shape: str) -> None:
-        """Fill a slot, pass a barrier, read the slots: once for each chunk of at most `step` of `n` elements."""
+        """Fill a slot, pass a barrier, drain the slots: once for each chunk of at most `step` of `n` elements."""
         step = even_chunk_length(n, step)
         for begin in range(0, max(n, 1), step):
             turn, end = slots.next_slot_views((), lambda every: every), min(begin + step, n)
@@ -236,7 +240,7 @@ class Collectives:
             drain(turn, begin, end)
         slots.release_slots()
 
-    def _slots_for(self, need: int, signature: str, shape: str) -> Slots:
+    def _choose_slots(self, need: int, signature: str, shape: str) -> Slots:
         """Choose the slots for a message of `need` bytes: small, large or temporary. All ranks make the same choice."""
         slots = self._small if need <= SMALL_BYTES else self._large
         if not slots.bytes:
@@ -246,14 +250,17 @@ class Collectives:
             slots.lease_slots(signature, shape)
         return slots
 
-    def _refuse(self, reason: str) -> ShmError:
+    def _abort_with_error(self, reason: str) -> ShmError:
         """Abort the group on all ranks with an error that only this rank can detect, and return that error."""
         self.barrier.abort(reason)
         return ShmError(reason)
 
 
 class _Chunk(NamedTuple):
-    """The part of a tensor that goes through a slot at once."""
+    """A part of a tensor that goes through a slot at once.
+
+    whole: all of it. own: the slice that this rank reduces. peers: the parts before and behind `own`.
+    """
 
     whole: Tensor
     own: Tensor  # the slice that this rank reduces
@@ -261,14 +268,18 @@ class _Chunk(NamedTuple):
 
 
 class _SlotViews(NamedTuple):
-    """Views of the slots that a `_Chunk` goes through."""
+    """Views of the slots that a `_Chunk` goes through.
+
+    whole: the chunk in the first rank's slot, for the results. slices: this rank's slice in the slot of every rank.
+    peers: the rest of the chunk in this rank's slot.
+    """
 
     whole: Tensor  # the whole chunk, in the slot of rank 0
     slices: list[Tensor]  # this rank's slice, in the slot of each rank
     peers: Sequence[Tensor]  # the other ranks' slices, in this rank's slot
 
 
-def _chunks(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Chunk]:
+def _split_into_chunks(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Chunk]:
     """Split a tensor into as few chunks of at most `length` elements as possible, with few calls of torch."""
     length = even_chunk_length(flat.numel(), length)
     full = flat.numel() // length * length
@@ -279,7 +290,8 @@ def _chunks(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Chunk]
             yield from map(_Chunk._make, zip(*columns, strict=True))
 
 
-def _slot_views(slots: list[Tensor], n: int, dtype: torch.dtype, rank: int) -> _SlotViews:
+def _view_slots(slots: list[Tensor], n: int, dtype: torch.dtype, rank: int) -> _SlotViews:
+    """Return the views of the slots for a chunk of `n` elements. rank: this group rank, which owns a slice."""
     wholes = [slot[: n * dtype.itemsize].view(dtype) for slot in slots]
     cut = [_own_slice_and_rest(whole, len(slots), rank) for whole in wholes]
     return _SlotViews(wholes[0], [own for own, _ in cut], cut[rank][1])

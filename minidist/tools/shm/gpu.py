@@ -49,11 +49,12 @@ def make_gpu_group(
         return make_nccl()
     if rank == 0:
         staged = "tensors are staged through pinned host memory"
-        print(f"backend shm: {_reason(oldest)}; {staged}", file=sys.stderr, flush=True)
+        print(f"backend shm: {_explain_host_staging(oldest)}; {staged}", file=sys.stderr, flush=True)
     return HostStagedGroup(cpu_group)
 
 
-def _reason(oldest: tuple[int, ...]) -> str:
+def _explain_host_staging(oldest: tuple[int, ...]) -> str:
+    """Return why nccl cannot run. oldest: the oldest version of nccl on any rank, () without nccl."""
     if not oldest:
         return "the ranks have GPUs and no nccl"
     version = ".".join(map(str, oldest))
@@ -73,7 +74,7 @@ def route_by_device(*names_in_torch_2_11: str):
     def wrap(method):
         @functools.wraps(method)
         def call(self, *args, **kwargs):
-            tensor = _first(args)
+            tensor = _find_first_tensor(args)
             if tensor is None or not is_on_gpu(tensor):
                 return method(self, *args, **kwargs)
             cuda = self.get_cuda_group()
@@ -90,10 +91,11 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _first(args) -> Tensor | None:
+def _find_first_tensor(args) -> Tensor | None:
+    """Return the first tensor among arguments and in lists and tuples in them; None if there is none."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg
-        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
+        if isinstance(arg, (list, tuple)) and (found := _find_first_tensor(arg)) is not None:
             return found
     return None

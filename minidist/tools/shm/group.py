@@ -83,6 +83,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._start_work(work, run_in_caller=not opts.asyncOp)
 
     def _start_work(self, work: Work, run_in_caller: bool) -> Work:
+        """Start `work`; inside the coalescing manager, append it to the coalesced works instead of waiting for it."""
         self._resources.check_not_destroyed()
         work.start(run_in_caller and self._coalesced is None)
         if self._coalesced is not None:
@@ -181,6 +182,7 @@ class ShmGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _all_gather_pairs(self, pairs, opts, results: Sequence[Tensor] | None = None) -> Work:
+        """All-gather each pair (outputs, input tensor) as one collective; return its `Work`."""
         todo = []
         for outputs, tensor in pairs:
             check_part_sizes("all_gather", outputs, tensor, self._size)
@@ -238,6 +240,7 @@ class ShmGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter_pairs(self, pairs, opts) -> Work:
+        """Reduce-scatter each pair (output, input tensors) as one collective; return its `Work`."""
         reduction, todo = Reduction(opts.reduceOp), []
         for output, inputs in pairs:
             check_part_sizes("reduce_scatter", inputs, output, self._size)
@@ -305,6 +308,7 @@ class ShmGroup(dist.ProcessGroup):
         )
 
     def _all_to_all_parts(self, outputs, inputs, like: Tensor, opts, results) -> Work:
+        """Exchange flat parts, one per rank; return the `Work`. like: a tensor of their dtype."""
         signature = f"all_to_all {str(like.dtype).removeprefix('torch.')}"
         return self._run(
             opts, functools.partial(self._resources.collectives.all_to_all, outputs, inputs, signature), results
@@ -326,6 +330,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, peer, tag)
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int) -> Work:
+        """Start a "send" or "recv" of the only tensor of `tensors` in the queue of this peer; return its `Work`."""
         if len(tensors) != 1:
             raise ValueError(f"{kind} takes one tensor, not {len(tensors)}")
         queue = self._resources.get_transfer_queue(kind, peer, tag)
@@ -337,9 +342,11 @@ class ShmGroup(dist.ProcessGroup):
     # -- the group itself ---------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device):
+        """Begin to collect works; torch calls this on entering its coalescing manager."""
         self._coalesced = []
 
     def _end_coalescing(self, device):
+        """Return one `Work` that waits for all works collected since `_start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
         work = Work(OperationQueue(self._resources.workers), lambda: [one.wait() for one in works])
         work.start(run_in_caller=False)
@@ -403,4 +410,5 @@ class ShmGroup(dist.ProcessGroup):
         self._resources.close(patience_s=0.0)
 
     def _root_signature(self, words: str, root: int, tensor: Tensor) -> str:
+        """Return the signature of an operation with a root. words: the operation's name and reduction."""
         return f"{words} root {self._resources.barrier.ranks[root]} {describe_dtype_and_numel(tensor)}"

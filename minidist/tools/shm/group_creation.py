@@ -31,11 +31,18 @@ def create_group(options, _backend_options) -> dist.ProcessGroup:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     domain = _shared_memory_domain()
     infos = _exchange_infos(
-        store, rank, size, {"place": domain, "token": _context().token if domain else "", "group": _make_unique_name()}
+        store,
+        rank,
+        size,
+        {"place": domain, "token": _get_process_context().token if domain else "", "group": _make_unique_name()},
     )
     if any(info["place"] != infos[0]["place"] or not info["place"] for info in infos):
         if rank == 0:
-            print(f"backend shm: {_reason(infos)}; these {size} ranks talk over gloo", file=sys.stderr, flush=True)
+            print(
+                f"backend shm: {_explain_gloo_fallback(infos)}; these {size} ranks talk over gloo",
+                file=sys.stderr,
+                flush=True,
+            )
         return create_torch_group(store, rank, size, timeout)
     resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id, store)
 
@@ -47,13 +54,15 @@ def create_group(options, _backend_options) -> dist.ProcessGroup:
     return ShmGroup(resources, options.group_id, make_cuda_group)
 
 
-def _context() -> ProcessContext:
+def _get_process_context() -> ProcessContext:
+    """Return the context of this process; create it for the first group, and again in a forked child."""
     if not _CONTEXT or _CONTEXT[0].pid != os.getpid():  # a forked child must not use its parent's
         _CONTEXT[:] = [ProcessContext()]
     return _CONTEXT[0]
 
 
 def _on_group_closed(last: bool) -> None:
+    """Forget the context of this process if its last group was closed."""
     if last:
         _CONTEXT.clear()
 
@@ -69,13 +78,15 @@ def _shared_memory_domain() -> str:
         return ""
 
 
-def _reason(infos: list[dict]) -> str:
+def _explain_gloo_fallback(infos: list[dict]) -> str:
+    """Return why the ranks cannot share memory, given the information that they have exchanged."""
     if not all(info["place"] for info in infos):
         return "no shared memory between processes on this system"
     return "the ranks are on different hosts, or of different users"
 
 
 def _make_unique_name() -> str:
+    """Return a random name for a group, which no other group has."""
     return secrets.token_hex(8)
 
 
@@ -95,7 +106,7 @@ def _connect_ranks(
 
     store: asked while this rank waits, because the store of a run whose ranks may die fails then.
     """
-    context, group = _context(), infos[0]["group"]
+    context, group = _get_process_context(), infos[0]["group"]
     socks, pids = [None] * len(infos), [None] * len(infos)
     for other in range(rank):
         try:

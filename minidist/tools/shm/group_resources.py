@@ -91,6 +91,7 @@ class GroupResources:
             self._on_hangup(other, "has left")
 
     def _on_hangup(self, other: int, how: str) -> None:
+        """Make operations that need rank `other` fail. how: "has left" (the group) or "has ended"."""
         name = f"rank {self.barrier.ranks[other]}"
         self.barrier.mark_departed(
             other, f"{name} has left {self.barrier}" if how == "has left" else f"{name} has ended"
@@ -106,7 +107,7 @@ class GroupResources:
             return
         self._open = False
         queues = [self.queue, *self._transfer_queues.values()]
-        self._let_end(queues, patience_s)
+        self._wait_until_idle(queues, patience_s)
         gone = ShmError(f"{self.barrier} was destroyed before this was done")
         for queue in queues:
             queue.fail_pending_operations(gone)
@@ -117,12 +118,13 @@ class GroupResources:
             self._context.unwatch_process(process)
         self.barrier.interrupt_operations()
         self.transfers.fail_all()
-        self._let_end(queues, _LINGER_S)
+        self._wait_until_idle(queues, _LINGER_S)
         self.transfers.close_sockets()
         self._context.retire_group([sock for _, sock in self.barrier.peers], self.collectives.leased_blocks)
         self._on_close(self._context.drop_group_reference())
 
-    def _let_end(self, queues: list[OperationQueue], seconds: float) -> None:
+    def _wait_until_idle(self, queues: list[OperationQueue], seconds: float) -> None:
+        """Wait until no operation is queued or running in `queues`, at most `seconds`."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and not all(queue.is_idle for queue in queues):
             time.sleep(_STEP_S)

@@ -75,7 +75,7 @@ class HostStagedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the list of result tensors, which completes once they are on the GPU."""
-        return self._inner.get_future().then(self._outcome)
+        return self._inner.get_future().then(self._copy_results_or_raise)
 
     def get_future_result(self) -> torch.futures.Future:
         """Return the same future as `get_future`: its value is the list of results, not a `WorkResult` as in torch."""
@@ -103,12 +103,14 @@ class HostStagedWork(dist.Work):
 
     _source_rank = source_rank
 
-    def _outcome(self, ended: torch.futures.Future) -> list[Tensor]:
+    def _copy_results_or_raise(self, ended: torch.futures.Future) -> list[Tensor]:
+        """Copy the results to the GPU and return them; raise the error of the operation if it failed."""
         ended.value()  # raises the error of the operation
         self._copy_results_to_gpu()
         return self._results
 
     def _copy_results_to_gpu(self) -> None:
+        """Copy each result from host memory to its GPU tensor, once. Blocks."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
             for gpu_tensor, host_copy in pairs:

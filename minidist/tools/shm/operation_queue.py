@@ -36,7 +36,7 @@ class WorkerPool:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(inbox,), name="shm", daemon=True).start()
+            threading.Thread(target=self._run_worker, args=(inbox,), name="shm", daemon=True).start()
         inbox.put(task)
 
     def request_stop(self) -> None:
@@ -47,7 +47,8 @@ class WorkerPool:
         for inbox in idle:
             inbox.put(None)
 
-    def _work(self, inbox: queue.SimpleQueue) -> None:
+    def _run_worker(self, inbox: queue.SimpleQueue) -> None:
+        """Run the tasks that arrive in `inbox`, in a thread of its own, until the pool stops."""
         _thread.works = True
         while (task := inbox.get()) is not None:
             task()
@@ -87,7 +88,7 @@ class OperationQueue:
                 if not (first and HINTS.expect_immediate_wait):
                     self._wake_worker()
         if run_in_caller:
-            self._finish(operation)
+            self._run_and_continue(operation)
 
     def start_worker(self) -> None:
         """Let a thread of the worker pool run the queued operations, if there are any; return at once."""
@@ -102,7 +103,7 @@ class OperationQueue:
                 return
             self._queue.popleft()
             self._running = True
-        self._finish(operation)
+        self._run_and_continue(operation)
 
     def fail_pending_operations(self, error: Exception) -> None:
         """End every queued operation that has not started; its waiters get `error`."""
@@ -118,11 +119,13 @@ class OperationQueue:
             return not self._running and not self._queue
 
     def _wake_worker(self) -> None:
+        """Submit the queue to the worker pool, unless a worker has it already. The caller holds the lock."""
         if not self._worker_assigned:
             self._worker_assigned = True
-            self._workers.submit(self._run_all)
+            self._workers.submit(self._run_queued_operations)
 
-    def _finish(self, operation: "Operation") -> None:
+    def _run_and_continue(self, operation: "Operation") -> None:
+        """Run `operation` in the calling thread; then let a worker thread run the operations behind it."""
         try:
             operation.run()
         finally:
@@ -131,7 +134,8 @@ class OperationQueue:
                 if self._queue:
                     self._wake_worker()
 
-    def _run_all(self) -> None:
+    def _run_queued_operations(self) -> None:
+        """Run the queued operations in order, in a worker thread, until the queue is empty."""
         while True:
             with self._lock:
                 if self._running or not self._queue:

@@ -63,7 +63,7 @@ class ProcessContext:
         for sock in (self._listener, self._wake_receiver):
             self._poll.register(sock, select.POLLIN)
         self._open = True
-        threading.Thread(target=self._watch, name="shm-watch", daemon=True).start()
+        threading.Thread(target=self._run_watch_thread, name="shm-watch", daemon=True).start()
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class ProcessContext:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect("\0minidist-" + token)
-        pid = _peer_pid(sock)
+        pid = _get_peer_pid(sock)
         socket.send_fds(sock, [json.dumps([self.token, connection_name]).encode()], [self.arena.fd])
         set_socket_timeout(sock, _HELLO_S)
         answer, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
@@ -102,9 +102,10 @@ class ProcessContext:
         return self._arenas[token]
 
     def _accept(self) -> None:
+        """Accept a connection from another process: exchange arenas with it and store the connected socket."""
         sock, _ = self._listener.accept()
         try:
-            pid = _peer_pid(sock)
+            pid = _get_peer_pid(sock)
             set_socket_timeout(sock, _HELLO_S)
             hello, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
             token, name = json.loads(hello)
@@ -118,6 +119,7 @@ class ProcessContext:
             self.changed.notify_all()
 
     def _map_arena(self, token: str, fds: list[int]) -> None:
+        """Map the arena behind `fds` as that of the process `token`, unless it is mapped already; close `fds`."""
         for fd in fds:
             if token not in self._arenas:
                 self._arenas[token] = map_shared_memory(fd)
@@ -130,7 +132,7 @@ class ProcessContext:
         with self.changed:
             self._watched[sock.fileno()] = on_close
         self._poll.register(sock.fileno(), select.POLLRDHUP)
-        self._wake()
+        self._wake_watch_thread()
 
     def watch_process(self, pid: int, on_end: Callable[[], None]) -> "WatchedProcess | None":
         """Call `on_end` once, in the watch thread, when the process ends; return a handle for `unwatch_process`.
@@ -146,7 +148,7 @@ class ProcessContext:
         with self.changed:
             self._watched[fd], self._processes[fd] = on_end, process
         self._poll.register(fd, select.POLLIN)
-        self._wake()
+        self._wake_watch_thread()
         return process
 
     def unwatch_socket(self, fd: int) -> None:
@@ -163,11 +165,13 @@ class ProcessContext:
                 del self._processes[process.pidfd]
                 os.close(process.pidfd)
 
-    def _wake(self) -> None:
+    def _wake_watch_thread(self) -> None:
+        """Interrupt the poll of the watch thread."""
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
 
-    def _watch(self) -> None:
+    def _run_watch_thread(self) -> None:
+        """Accept connections and report closed sockets and ended processes, until this context is closed."""
         while self._open:
             for fd, _ in self._poll.poll():
                 if fd == self._listener.fileno():
@@ -180,6 +184,7 @@ class ProcessContext:
             sock.close()
 
     def _on_hangup(self, fd: int) -> None:
+        """Call the callback of the socket or process with this descriptor, if it has really closed or ended."""
         again = select.poll()
         with self.changed:  # the number may belong to another file by now; under the lock it cannot change
             gone = self._watched.get(fd)
@@ -227,7 +232,7 @@ class ProcessContext:
         if self._group_count:
             return False
         self._open = False
-        self._wake()
+        self._wake_watch_thread()
         for sock in [sock for socks, _ in self._retired_groups for sock in socks] + [
             sock for sock, _ in self._connections.values()
         ]:
@@ -238,7 +243,10 @@ class ProcessContext:
 
 
 def _close_if_peer_closed(sock: socket.socket) -> bool:
-    """Close the socket if its peer has closed; return whether that is so. Messages that still arrive are discarded."""
+    """Close `sock` and return True if its peer has closed the connection, else return False.
+
+    Discards messages that have arrived.
+    """
     try:
         while sock.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT):
             pass
@@ -250,7 +258,7 @@ def _close_if_peer_closed(sock: socket.socket) -> bool:
     return True
 
 
-def _peer_pid(sock: socket.socket) -> int:
+def _get_peer_pid(sock: socket.socket) -> int:
     """Return the id of the process at the other end. Raises ConnectionError if it belongs to another user."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():

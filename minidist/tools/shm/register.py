@@ -43,12 +43,14 @@ class _TorchImportHook:
 
 
 def _register() -> None:
+    """Register the backend with torch.distributed, unless it is registered."""
     backend = sys.modules[_TORCH].Backend
     if NAME not in backend.backend_list:
         backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options, backend_options):
+    """Create a process group of the backend; its modules are imported here, when torch needs the first group."""
     from minidist.tools.shm.group_creation import create_group
 
     return create_group(options, backend_options)

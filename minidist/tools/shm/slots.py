@@ -55,9 +55,13 @@ class Slots:
         """
         if self.lease is None:
             self.lease = self._lease_from_arena()
-        self._publish_lease(*self.lease, signature, shape)
+        self._exchange_offsets(*self.lease, signature, shape)
 
-    def _publish_lease(self, offset: int, size: int, signature: str, shape: str) -> None:
+    def _exchange_offsets(self, offset: int, size: int, signature: str, shape: str) -> None:
+        """Exchange offsets and sizes of the slots with all ranks; use the smallest slot size. Collective.
+
+        offset, size: of this rank's three slots together, in bytes. signature, shape: as in `lease_slots`.
+        """
         place = _PLACE.pack(offset, size // SLOTS)
         places = [_PLACE.unpack(p) for p in self._barrier.begin_operation(signature, shape, place)]
         agreed = [offset for offset, _ in places], min(size for _, size in places)
@@ -69,6 +73,10 @@ class Slots:
         """Do nothing: the group keeps these slots for its next operation. `TemporarySlots` releases its slots here."""
 
     def _lease_from_arena(self) -> tuple[int, int]:
+        """Reserve this rank's three slots in its arena; return (offset, size) in bytes.
+
+        Raises ShmError if no shared memory is left.
+        """
         arena = self._context.arena
         self._context.reclaim_memory()
         free = arena.largest_free_block_bytes()
@@ -131,7 +139,7 @@ class TemporarySlots(Slots):
         if size > self._kept.lease[1]:
             with contextlib.suppress(ArenaFullError):  # another thread took the memory
                 self.lease = arena.lease_block(size), size
-        self._publish_lease(*(self.lease or self._kept.lease), signature, shape)
+        self._exchange_offsets(*(self.lease or self._kept.lease), signature, shape)
 
     def release_slots(self) -> None:
         """Wait until all ranks have read the slots, then release this rank's. Collective."""
@@ -142,7 +150,7 @@ class TemporarySlots(Slots):
 
 
 def _slot_bytes(part: int) -> int:
-    """Return the size of a slot when all three may take `part` bytes."""
+    """Return the size in bytes of one slot if the three slots together may take `part` bytes."""
     return min(LARGE_BYTES, part // SLOTS // _MIN_BYTES * _MIN_BYTES)
 
 

@@ -44,6 +44,7 @@ def describe_shape(tensor: Tensor) -> str:
 
 @functools.lru_cache(1024)
 def _describe(dtype: torch.dtype, shape: torch.Size) -> tuple[str, str]:
+    """Return (dtype and number of elements, shape) as two texts."""
     return f"{str(dtype).removeprefix('torch.')} {shape.numel()}", str(list(shape))
 
 

@@ -40,7 +40,7 @@ class Transfers:
         signature: the tensor's dtype and number of elements as text. Raises ShmError if the receiver expects another
         size or dtype, or if the peer leaves the group or does not answer within the group's timeout.
         """
-        sock = self._connection("send", peer, tag)
+        sock = self._get_connection("send", peer, tag)
         small = flat.numel() <= EAGER_BYTES
         head = json.dumps([flat.numel(), signature.split(" ")[0], signature]).encode() + b"\n"
         what = f"send of {signature} to rank {self._barrier.ranks[peer]} (tag {tag})"
@@ -49,9 +49,10 @@ class Transfers:
         if answer[:1] == _NO:
             raise ShmError(answer[1:].decode())
         if not small:
-            self._stream(flat, sock, peer, what)
+            self._send_in_chunks(flat, sock, peer, what)
 
-    def _stream(self, flat: Tensor, sock: socket.socket, peer: int, what: str) -> None:
+    def _send_in_chunks(self, flat: Tensor, sock: socket.socket, peer: int, what: str) -> None:
+        """Send a large tensor through two buffers in shared memory, which the receiver reads in turn."""
         arena, size = self._context.arena, min(flat.numel(), TRANSFER_CHUNK_BYTES)
         block = arena.allocate_transfer_buffer(2 * size)
         try:
@@ -75,7 +76,7 @@ class Transfers:
         signature: the tensor's dtype and number of elements as text. Raises ShmError if the sender sends another size
         or dtype, or if the peer leaves the group or sends nothing within the group's timeout.
         """
-        sock = self._connection("recv", peer, tag)
+        sock = self._get_connection("recv", peer, tag)
         what = f"recv of {signature} from rank {self._barrier.ranks[peer]} (tag {tag})"
         head, _, data = self._receive(sock, peer, what).partition(b"\n")
         size, dtype, peer_signature = json.loads(head)
@@ -99,7 +100,8 @@ class Transfers:
             self._send_message(sock, _GO)
             begin += length
 
-    def _connection(self, direction: str, peer: int, tag: int) -> socket.socket:
+    def _get_connection(self, direction: str, peer: int, tag: int) -> socket.socket:
+        """Return the socket of a (direction, peer, tag); the first call connects. Raises ShmError."""
         key = (direction, peer, tag)
         if key not in self._socks:
             if direction == "send":
@@ -107,11 +109,11 @@ class Transfers:
                 try:
                     sock, _ = self._context.connect(self._tokens[peer], (self._name, "tag", self._barrier.rank, tag))
                 except OSError as error:
-                    raise ShmError(f"{self._closed_reason(peer)}: no connection ({error})") from None
+                    raise ShmError(f"{self._explain_closed_connection(peer)}: no connection ({error})") from None
             else:
                 name = (self._name, "tag", peer, tag)
                 arrived = self._context.wait_for_connection(
-                    name, lambda: self._peer_open(peer), self._barrier.timeout_s
+                    name, lambda: self._is_peer_open(peer), self._barrier.timeout_s
                 )
                 if arrived is None:
                     self._check_peer_open(peer)
@@ -125,14 +127,17 @@ class Transfers:
             self._check_peer_open(peer)
         return self._socks[key]
 
-    def _peer_open(self, peer: int) -> bool:
+    def _is_peer_open(self, peer: int) -> bool:
+        """Return whether this group and `peer` still communicate: neither was closed or has ended."""
         return not self._closed and peer not in self._barrier.departure_reasons
 
     def _check_peer_open(self, peer: int) -> None:
-        if not self._peer_open(peer):
-            raise ShmError(self._closed_reason(peer))
+        """Raise ShmError if this group was destroyed or `peer` has left it."""
+        if not self._is_peer_open(peer):
+            raise ShmError(self._explain_closed_connection(peer))
 
-    def _closed_reason(self, peer: int) -> str:
+    def _explain_closed_connection(self, peer: int) -> str:
+        """Return why nothing can be exchanged with `peer`, as text for a ShmError."""
         if self._closed:
             return "the group was destroyed"
         return (
@@ -141,11 +146,13 @@ class Transfers:
         )
 
     def _send_message(self, sock: socket.socket, message: bytes) -> None:
+        """Send a message; ignore that the peer has closed, which the next receive reports."""
         # If the peer has gone, waiting for its next message raises the error that says so.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.send(message)
 
     def _receive(self, sock: socket.socket, peer: int, what: str) -> bytes:
+        """Wait for the next message of `peer`. what: the transfer, as text for the ShmError if none comes."""
         try:
             received = receive_message(sock, EAGER_MESSAGE_BYTES)
         except BlockingIOError:
@@ -155,7 +162,7 @@ class Transfers:
         except ConnectionResetError:
             received = receive_after_connection_reset(sock)
         if not received:
-            raise ShmError(f"{self._closed_reason(peer)} ({what})")
+            raise ShmError(f"{self._explain_closed_connection(peer)} ({what})")
         return received
 
     def disconnect_peer(self, peer: int) -> None:

@@ -18,11 +18,13 @@ ALTERNATIVES = {
 def reject_unsupported_methods(group_class: type) -> type:
     """Decorate a process group class: methods that the backend lacks raise ShmError, which names an alternative."""
     for name, instead in ALTERNATIVES.items():
-        setattr(group_class, name, _rejection(name, instead))
+        setattr(group_class, name, _make_rejecting_method(name, instead))
     return group_class
 
 
-def _rejection(name: str, instead: str):
+def _make_rejecting_method(name: str, instead: str):
+    """Return a method called `name` that raises ShmError. instead: the advice in its message."""
+
     def refuse(self, *_, **__):
         raise ShmError(f"the backend shm has no {name}: {instead}")
 

@@ -80,13 +80,14 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the list of result tensors; waiting for it raises the error of the operation."""
-        return self._task.get_future().then(self._outcome)
+        return self._task.get_future().then(self._results_or_raise)
 
     def get_future_result(self) -> torch.futures.Future:
         """Return `get_future()`: a future of the results, not of torch's `WorkResult`."""
         return self.get_future()
 
-    def _outcome(self, _) -> list[Tensor]:
+    def _results_or_raise(self, _) -> list[Tensor]:
+        """Return the result tensors; raise the error of the operation if it failed."""
         if self._task.error is not None:
             raise self._task.error
         return self._tensors

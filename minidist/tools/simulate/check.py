@@ -27,7 +27,7 @@ def check_schedule(schedule: Schedule) -> list[int]:
         _check_complete(schedule, stage)
     places, stuck = find_order_and_deadlocks(schedule)
     if stuck:
-        raise UserError(_deadlock(schedule, places, stuck))
+        raise UserError(_describe_deadlock(schedule, places, stuck))
     return peak_live_micro_batches(schedule)
 
 
@@ -62,17 +62,17 @@ def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> No
         while at[stage] < len(programs[stage]):
             step = programs[stage][at[stage]]
             if isinstance(step, Transfer):
-                peer = _matched(programs, at, stage, step)
+                peer = _find_matching_peer(programs, at, stage, step)
                 if peer is None:
                     break
                 sender = step.result_of.stage
-                _check_has(have[sender], sender, step.result_of, "sends it")
+                _check_available(have[sender], sender, step.result_of, "sends it")
                 have[peer if sender == stage else stage].add(step.result_of)
                 at[peer] += 1
                 awake.append(peer)
             else:
                 for need in schedule.dependencies(stage, step):
-                    _check_has(have[stage], stage, need, f"runs {step}")
+                    _check_available(have[stage], stage, need, f"runs {step}")
                 have[stage].add(StageAction(stage, step))
             at[stage] += 1
     if stuck := [stage for stage, program in enumerate(programs) if at[stage] < len(program)]:
@@ -90,7 +90,7 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
     due = (Action(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.num_chunks) for k in kinds)
     size = schedule.micro_batches * schedule.num_chunks * len(kinds)
     count = Counter(order)
-    strange = [action for action in order if not _exists(action, schedule, kinds)]
+    strange = [action for action in order if not _is_valid_action(action, schedule, kinds)]
     if not strange and len(count) == len(order) == size:
         return
     of = format_count(schedule.micro_batches, "micro-batch", "micro-batches") + (
@@ -98,30 +98,32 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
     )
     if strange:
         raise UserError(
-            f"stage {stage} has {strange[0]}{_more(strange)}, but the schedule is one of {of}, counted from 0, "
+            f"stage {stage} has {strange[0]}{_format_more(strange)}, but the schedule is one of {of}, counted from 0, "
             f"with actions {', '.join(kinds)}: take it out."
         )
     if twice := [action for action in count if count[action] > 1]:
         places = [str(index + 1) for index, action in enumerate(order) if action == twice[0]]
         raise UserError(
-            f"stage {stage} runs {twice[0]} {count[twice[0]]} times{_more(twice)}, as its actions "
+            f"stage {stage} runs {twice[0]} {count[twice[0]]} times{_format_more(twice)}, as its actions "
             f"{' and '.join(places)} of {len(order)}: leave one of them."
         )
     action = next(action for action in due if not count[action])
     missing = range(size - len(count))
     raise UserError(
-        f"stage {stage} never runs {action}{_more(missing)} (the schedule is one of {of}): {_loss(action, schedule)}. "
-        f"Add {action} to stage {stage}"
+        f"stage {stage} never runs {action}{_format_more(missing)} (the schedule is one of {of}): "
+        f"{_describe_consequence(action, schedule)}. Add {action} to stage {stage}"
         f"{'' if action.kind == 'F' else f' after {action._replace(kind=_BEFORE[action.kind])}'}."
     )
 
 
-def _exists(action: Action, schedule: Schedule, kinds: str) -> bool:
+def _is_valid_action(action: Action, schedule: Schedule, kinds: str) -> bool:
+    """Return whether the action's kind is one of `kinds`, and its micro-batch and chunk are in the schedule."""
     in_range = 0 <= action.micro_batch < schedule.micro_batches and 0 <= action.chunk < schedule.num_chunks
     return action.kind in kinds and in_range
 
 
-def _loss(action: Action, schedule: Schedule) -> str:
+def _describe_consequence(action: Action, schedule: Schedule) -> str:
+    """Return what goes wrong in training if `action` is missing, as text."""
     if action.kind == "F":
         return f"micro-batch {action.micro_batch} never gets through"
     if action.kind == "B" and schedule.splits_backward:
@@ -130,22 +132,26 @@ def _loss(action: Action, schedule: Schedule) -> str:
     return f"the activation of {action._replace(kind='F')} is never freed, and {what} is missing"
 
 
-def _more(actions: Sequence) -> str:
+def _format_more(actions: Sequence) -> str:
+    """Return " (and 2 more)" for a list of three, of which the message names one; "" for one."""
     return f" (and {len(actions) - 1} more)" if len(actions) > 1 else ""
 
 
-def _deadlock(schedule: Schedule, done: Sequence[StageAction], stuck: Mapping[int, StageAction]) -> str:
-    """Describe the cycle of waiting stages, and one action to move that resolves the deadlock."""
+def _describe_deadlock(schedule: Schedule, done: Sequence[StageAction], stuck: Mapping[int, StageAction]) -> str:
+    """Return the error message: the cycle of waiting stages, and one move that resolves the deadlock.
+
+    done: the actions that have run. stuck: for each waiting stage, the action that it needs.
+    """
     at = Counter(place.stage for place in done)
-    circle = _circle(stuck)
-    told = "; ".join(_waits(schedule, stage, at[stage], stuck[stage]) for stage in circle)
+    circle = _find_cycle(stuck)
+    told = "; ".join(_describe_wait(schedule, stage, at[stage], stuck[stage]) for stage in circle)
     if others := len(stuck) - len(circle):
         told += f"; {others} more wait{'s' * (others == 1)} for these"
-    change = next(filter(None, (_moved(schedule, at, stuck[stage]) for stage in circle)), None)
+    change = next(filter(None, (_suggest_move(schedule, at, stuck[stage]) for stage in circle)), None)
     return f"the schedule deadlocks: {told}. " + (change or "The order of gpipe or 1f1b runs: begin with that.")
 
 
-def _circle(stuck: Mapping[int, StageAction]) -> list[int]:
+def _find_cycle(stuck: Mapping[int, StageAction]) -> list[int]:
     """Return the stages of a cycle in the wait-for graph."""
     seen: list[int] = []
     stage = min(stuck)
@@ -155,7 +161,8 @@ def _circle(stuck: Mapping[int, StageAction]) -> list[int]:
     return seen[seen.index(stage) :]
 
 
-def _waits(schedule: Schedule, stage: int, index: int, needed: StageAction) -> str:
+def _describe_wait(schedule: Schedule, stage: int, index: int, needed: StageAction) -> str:
+    """Return a clause that says at which action a stage waits, and for which action of which stage."""
     order = schedule.orders[stage]
     later = schedule.orders[needed.stage].index(needed.action) + 1
     whose = "its own" if needed.stage == stage else f"stage {needed.stage}'s"
@@ -165,8 +172,11 @@ def _waits(schedule: Schedule, stage: int, index: int, needed: StageAction) -> s
     )
 
 
-def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageAction) -> str | None:
-    """Return the advice to move `needed` before the action where its stage waits; None if that does not help."""
+def _suggest_move(schedule: Schedule, at: Mapping[int, int], needed: StageAction) -> str | None:
+    """Return the advice to move `needed` before the action at which its stage waits; None if that does not help.
+
+    at: by stage, the index of the action at which it waits.
+    """
     order = list(schedule.orders[needed.stage])
     index = at[needed.stage]
     order.remove(needed.action)
@@ -176,14 +186,18 @@ def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageAction) -> st
     return None if stuck else f"Put {needed.action} before {order[index + 1]} on stage {needed.stage}."
 
 
-def _matched(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
-    """Return the peer if the other end of this transfer is its next step, else None."""
+def _find_matching_peer(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
+    """Return the peer of a transfer if the other end of this transfer is the peer's next step, else None.
+
+    at: by stage, the index of its next step. stage: this stage.
+    """
     program, index = programs[step.peer], at[step.peer]
     other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
     return step.peer if index < len(program) and program[index] == other else None
 
 
-def _check_has(have: set[StageAction], stage: int, need: StageAction, what: str) -> None:
+def _check_available(have: set[StageAction], stage: int, need: StageAction, what: str) -> None:
+    """Raise UserError if `stage` does not have the result of `need` yet. what: the use that it makes of it."""
     if need not in have:
         how = "run" if need.stage == stage else "received"
         raise UserError(f"stage {stage} {what} before it has {how} {need}: put that first.")

@@ -66,7 +66,7 @@ def main(options: SimulateOptions) -> int:
     Raises UserError for invalid options and schedules that cannot run.
     """
     if options.picture is not None:
-        _check_picture(options.picture)
+        _check_figure_file(options.picture)
     timeline = simulate_schedule(
         choose_schedule(options), StageTimes(options.t_f, options.t_b, options.t_w, options.t_comm)
     )
@@ -130,18 +130,22 @@ def print_timeline(timeline: PipelineTimeline) -> None:
     )
     print(f"bubble     {timeline.bubble:.4f} of the total is idle, on average over the stages")
     live = textwrap.wrap(
-        f"peak live  {_by_stage(timeline.peak_live_micro_batches)}{unit}", WIDTH, subsequent_indent=" " * 11
+        f"peak live  {_format_counts_by_stage(timeline.peak_live_micro_batches)}{unit}",
+        WIDTH,
+        subsequent_indent=" " * 11,
     )
     print("\n".join(live))
 
 
-def _by_stage(counts: list[int]) -> str:
+def _format_counts_by_stage(counts: list[int]) -> str:
+    """Return numbers of micro-batches as text, once if all stages have the same number."""
     if len(counts) > 1 and len(set(counts)) == 1:
         return f"{counts[0]} micro-batches on each stage"
     return f"{' '.join(map(str, counts))} micro-batches, by stage"
 
 
-def _check_picture(path: Path) -> None:
+def _check_figure_file(path: Path) -> None:
+    """Raise UserError if matplotlib cannot write a figure to `path`."""
     from matplotlib.figure import Figure
 
     if not path.absolute().parent.is_dir():

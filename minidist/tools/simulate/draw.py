@@ -31,38 +31,43 @@ def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
     """
     labels = [f"stage {stage} " for stage in range(timeline.schedule.num_stages)]
     edge = len(labels[-1])
-    step, shortest = _scale(timeline, width - edge)
+    step, shortest = _choose_scale(timeline, width - edge)
     lines = [
-        label.rjust(edge) + _line(spans, round(timeline.makespan / step), step, shortest)
+        label.rjust(edge) + _draw_stage(spans, round(timeline.makespan / step), step, shortest)
         for label, spans in zip(labels, timeline.spans, strict=True)
     ]
-    letters = "F forward, B input gradient, W weight gradient" if _splits(timeline) else "F forward, B backward"
+    letters = (
+        "F forward, B input gradient, W weight gradient" if _splits_backward(timeline) else "F forward, B backward"
+    )
     lower = "; lower case: chunks after the first" if timeline.schedule.num_chunks > 1 else ""
     return "\n".join([*lines, f"{letters}{lower}; . idle; a column is {step:.4g}"])
 
 
-def _splits(timeline: PipelineTimeline) -> bool:
+def _splits_backward(timeline: PipelineTimeline) -> bool:
+    """Return whether the schedule splits backward into input gradients (B) and weight gradients (W)."""
     return timeline.schedule.splits_backward
 
 
-def _scale(timeline: PipelineTimeline, columns: int) -> tuple[float, int]:
-    """(the time of a column, the columns of the shortest action: a whole number, 0 if less than one)."""
+def _choose_scale(timeline: PipelineTimeline, columns: int) -> tuple[float, int]:
+    """Return (time of one column, columns of the shortest action); the columns are 0 if it has less than one."""
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start)
     cells = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
     return shortest / cells if cells else timeline.makespan / columns, cells
 
 
-def _line(spans: Sequence[Span], columns: int, step: float, shortest: int) -> str:
+def _draw_stage(spans: Sequence[Span], columns: int, step: float, shortest: int) -> str:
+    """Draw the actions of a stage as text. step: time of a column. shortest: columns of the shortest action."""
     starts = [span.start for span in spans]
     actions: list[Action | None] = []
     for column in range(columns):
         middle = (column + 0.5) * step
         index = bisect_right(starts, middle) - 1
         actions.append(spans[index].action if index >= 0 and middle < spans[index].end else None)
-    return "".join(_cell(action, len(list(columns)), shortest) for action, columns in groupby(actions))
+    return "".join(_format_action(action, len(list(columns)), shortest) for action, columns in groupby(actions))
 
 
-def _cell(action: Action | None, width: int, shortest: int) -> str:
+def _format_action(action: Action | None, width: int, shortest: int) -> str:
+    """Return the text of `width` columns for an action, dots for idle time (None)."""
     if action is None:
         return "." * width
     letter = action.kind.lower() if action.chunk else action.kind
@@ -102,23 +107,26 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
             bars, (stage - 0.45, 0.9), facecolors=[_color(s.action) for s in spans], edgecolor="white", lw=0.3
         )
         for span in spans:
-            _number(axes, stage, span, timeline)
-    axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.num_stages), title=title or _title(timeline))
+            _draw_micro_batch_number(axes, stage, span, timeline)
+    axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.num_stages), title=title or _format_title(timeline))
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.num_stages - 0.45, -0.55)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    kinds = "FBW" if _splits(timeline) else "FB"
+    kinds = "FBW" if _splits_backward(timeline) else "FB"
     shades = [(kind, chunk) for kind in kinds for chunk in range(min(2, schedule.num_chunks))]
-    handles = [Patch(color=COLORS[kind][chunk], label=_label(kind, chunk, timeline)) for kind, chunk in shades]
+    handles = [
+        Patch(color=COLORS[kind][chunk], label=_format_legend_label(kind, chunk, timeline)) for kind, chunk in shades
+    ]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=8)
     return figure
 
 
 def _color(action: Action) -> str:
+    """Return the colour of an action, by its kind and chunk."""
     return COLORS[action.kind][min(action.chunk, 1)]
 
 
-def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
+def _draw_micro_batch_number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
     """Write the micro-batch's number in its bar, as large as the longest number fits; nothing if too small to read."""
     points = _POINTS * (span.end - span.start) / timeline.makespan
     size = min(8.0, 1.2 * points / len(str(timeline.schedule.micro_batches - 1)))
@@ -128,7 +136,8 @@ def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
         axes.text(middle, stage, span.action.micro_batch, ha="center", va="center_baseline", fontsize=size, color=color)
 
 
-def _title(timeline: PipelineTimeline) -> str:
+def _format_title(timeline: PipelineTimeline) -> str:
+    """Return the title of the figure: kind and size of the schedule, bubble, peak micro-batches in flight."""
     schedule = timeline.schedule
     micro_batches = format_count(schedule.micro_batches, "micro-batch", "micro-batches")
     size = f"{format_count(schedule.num_stages, 'stage')}, {micro_batches}"
@@ -137,7 +146,8 @@ def _title(timeline: PipelineTimeline) -> str:
     return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {peak} in flight"
 
 
-def _label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:
-    name = "input gradient" if kind == "B" and _splits(timeline) else _NAMES[kind]
+def _format_legend_label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:
+    """Return the legend's text for actions of this kind and chunk."""
+    name = "input gradient" if kind == "B" and _splits_backward(timeline) else _NAMES[kind]
     later = f"chunk {chunk}" if timeline.schedule.num_chunks <= 2 else ("chunk 0", "later chunks")[chunk]
     return f"{kind} {name}" + (f", {later}" if timeline.schedule.num_chunks > 1 else "")

@@ -42,6 +42,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def _parse_action(word: str, name: str, line: int) -> Action:
+    """Parse a word such as "W2.1". Raises UserError. name, line: of the schedule's text, for the message."""
     match = _OP.fullmatch(word)
     if not match:
         raise UserError(

@@ -34,9 +34,9 @@ class StageTimes:
         Model chunks are in the order of forward; "B" is the whole backward if the schedule does not split it. Raises
         UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
         """
-        if not _is_time(self.comm):
+        if not _is_valid_duration(self.comm):
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")
-        by = {kind: self._by_position(kind, schedule) for kind in "fbw"}
+        by = {kind: self._durations_by_chunk(kind, schedule) for kind in "fbw"}
         full_backward = [b + w for b, w in zip(by["b"], by["w"], strict=True)]
         total = sum(by["f"]) + sum(full_backward)
         if not total:
@@ -45,10 +45,11 @@ class StageTimes:
             raise UserError("the sum of all times overflows: give the times in a larger unit.")
         return {"F": by["f"], "B": by["b"] if schedule.splits_backward else full_backward, "W": by["w"]}
 
-    def _by_position(self, kind: str, schedule: Schedule) -> list[float]:
+    def _durations_by_chunk(self, kind: str, schedule: Schedule) -> list[float]:
+        """Return the duration of an action of this kind ("f", "b" or "w") for each model chunk."""
         value = getattr(self, kind)
         times = list(value) if isinstance(value, Sequence) else [value]
-        if invalid := [time for time in times if not _is_time(time)]:
+        if invalid := [time for time in times if not _is_valid_duration(time)]:
             raise UserError(f"t-{kind} is {invalid[0]}; a time is a number, 0 or more.")
         if len(times) == schedule.num_parts:
             return times
@@ -112,5 +113,6 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline
     return PipelineTimeline(schedule, compute_spans(schedule, times.action_durations(schedule), times.comm))
 
 
-def _is_time(value: float) -> bool:
+def _is_valid_duration(value: float) -> bool:
+    """Return whether the value is finite and at least 0."""
     return math.isfinite(value) and value >= 0

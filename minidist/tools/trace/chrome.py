@@ -32,58 +32,77 @@ def make_trace_events(recordings: Sequence[RankRecording], rank_names: Sequence[
             for operation in operations
         ]
         lanes = assign_lanes([(operation.launched, end) for operation, end in zip(operations, ends, strict=True)])
-        metadata += _thread_names(pid, rank_names[rank], rank, max(lanes, default=0) + 1)
+        metadata += _make_process_metadata(pid, rank_names[rank], rank, max(lanes, default=0) + 1)
         timed += [
-            _slice(pid, COMPUTE, _title(s), "compute", s.begin - origin, s.end - origin, s.attributes)
+            _make_slice(pid, COMPUTE, _format_span_title(s), "compute", s.begin - origin, s.end - origin, s.attributes)
             for s in recording.spans
         ]
-        timed += [_wait(pid, wait, origin) for wait in recording.waits]
+        timed += [_make_wait_slice(pid, wait, origin) for wait in recording.waits]
         for operation, end, lane in zip(operations, ends, lanes, strict=True):
             tid = COMMUNICATION + lane
             begin = operation.launched - origin
-            timed.append(_slice(pid, tid, _name(operation), "communication", begin, end - origin, _details(operation)))
+            timed.append(
+                _make_slice(
+                    pid,
+                    tid,
+                    _format_operation_name(operation),
+                    "communication",
+                    begin,
+                    end - origin,
+                    _make_operation_arguments(operation),
+                )
+            )
             launches.setdefault(_operation_key(operation, rank), []).append((begin, pid, tid))
     for number, (key, by_rank) in enumerate(launches.items(), start=1):
-        timed += _arrow(number, f"{key[0]} {key[1]}", sorted(by_rank))
+        timed += _make_flow_events(number, f"{key[0]} {key[1]}", sorted(by_rank))
     return metadata + sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
 
 
-def _thread_names(pid: int, name: str, rank: int, operations: int) -> Iterable[dict]:
+def _make_process_metadata(pid: int, name: str, rank: int, operations: int) -> Iterable[dict]:
+    """Yield the events that name a rank's process and its threads.
+
+    pid, name, rank: of the process. operations: how many threads the operations in flight need.
+    """
     numbered = [f"communication {i + 1}" if i else "communication" for i in range(operations)]
     threads = {COMPUTE: "compute", WAITING: "waiting", **dict(enumerate(numbered, start=COMMUNICATION))}
-    yield _metadata(pid, 0, "process_name", name=name)
-    yield _metadata(pid, 0, "process_sort_index", sort_index=rank)
+    yield _make_metadata_event(pid, 0, "process_name", name=name)
+    yield _make_metadata_event(pid, 0, "process_sort_index", sort_index=rank)
     for tid, thread in threads.items():
-        yield _metadata(pid, tid, "thread_name", name=thread)
-        yield _metadata(pid, tid, "thread_sort_index", sort_index=tid)
+        yield _make_metadata_event(pid, tid, "thread_name", name=thread)
+        yield _make_metadata_event(pid, tid, "thread_sort_index", sort_index=tid)
 
 
-def _metadata(pid: int, tid: int, name: str, /, **args) -> dict:
+def _make_metadata_event(pid: int, tid: int, name: str, /, **args) -> dict:
+    """Return a metadata event of the trace format, such as the name of a process or thread."""
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _slice(pid: int, tid: int, name: str, kind: str, begin: int, end: int, args: dict) -> dict:
-    """begin, end: nanoseconds."""
+def _make_slice(pid: int, tid: int, name: str, kind: str, begin: int, end: int, args: dict) -> dict:
+    """Return the event of a bar (a "slice") in thread `tid`. kind: its category. begin, end: nanoseconds."""
     times = {"ts": begin / 1e3, "dur": max(0, end - begin) / 1e3}
     return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, **times, "args": args}
 
 
-def _title(span: TimedSpan) -> str:
+def _format_span_title(span: TimedSpan) -> str:
+    """Return the name of a computation in the trace: "step 3" for a step."""
     return f"step {span.attributes['step']}" if span.name == "step" else span.name
 
 
-def _wait(pid: int, wait: TimedSpan, origin: int) -> dict:
+def _make_wait_slice(pid: int, wait: TimedSpan, origin: int) -> dict:
+    """Return the event of a wait for communication. origin: the trace's time 0, in nanoseconds."""
     facts = {name: value for name, value in wait.attributes.items() if name != "of"}
     facts["operations"] = [f"{record.name} {record.group_name} #{record.seq}" for record in wait.attributes["of"]]
     name = f"wait for {wait.name} {wait.attributes['of'][0].group_name}"
-    return _slice(pid, WAITING, name, "waiting", wait.begin - origin, wait.end - origin, facts)
+    return _make_slice(pid, WAITING, name, "waiting", wait.begin - origin, wait.end - origin, facts)
 
 
-def _name(operation: OperationSpan) -> str:
+def _format_operation_name(operation: OperationSpan) -> str:
+    """Return the name of an operation in the trace: the operation and its group."""
     return f"{operation.record.name} {operation.record.group_name}"
 
 
-def _details(operation: OperationSpan) -> dict:
+def _make_operation_arguments(operation: OperationSpan) -> dict:
+    """Return what the trace viewer shows about an operation: shape, dtype, bytes, times, ..."""
     record = operation.record
     facts = {
         "operation": record.name,
@@ -104,7 +123,7 @@ def _details(operation: OperationSpan) -> dict:
 
 
 def _operation_key(operation: OperationSpan, rank: int) -> tuple:
-    """A key that the records of one operation on all its ranks share."""
+    """Return a key that is equal for the records of one operation on all its ranks."""
     record = operation.record
     if record.peer is None:
         return record.name, record.group_name, record.ranks, record.seq
@@ -112,8 +131,11 @@ def _operation_key(operation: OperationSpan, rank: int) -> tuple:
     return "transfer", record.group_name, ends, record.tag, record.seq
 
 
-def _arrow(number: int, name: str, launches: Sequence[tuple[int, int, int]]) -> Iterable[dict]:
-    """Flow events from the first launch to the last; none if only one rank recorded the operation."""
+def _make_flow_events(number: int, name: str, launches: Sequence[tuple[int, int, int]]) -> Iterable[dict]:
+    """Yield the events of an arrow from the first launch to the last; none if only one rank launched.
+
+    number: of the arrow. launches: (time, pid, tid) of each rank's launch.
+    """
     if len(launches) < 2:
         return
     for i, (begin, pid, tid) in enumerate(launches):

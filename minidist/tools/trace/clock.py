@@ -47,6 +47,7 @@ def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_n
 
 
 def _send_readings(group: Group, rank: int, now: Callable[[], int]) -> None:
+    """Answer the clock requests of group rank `rank`, on the first rank of the group."""
     reading = torch.zeros(1, dtype=torch.int64, device=group.world.control_device)
     for _ in range(EXCHANGES):
         recv(reading, rank, group, async_op=True).wait(host=True)
@@ -55,6 +56,7 @@ def _send_readings(group: Group, rank: int, now: Callable[[], int]) -> None:
 
 
 def _request_readings(group: Group, now: Callable[[], int]) -> ClockOffset:
+    """Read the clock of the group's first rank several times; return the offset with the least error."""
     exchanges = []
     reading = torch.zeros(1, dtype=torch.int64, device=group.world.control_device)
     for _ in range(EXCHANGES):

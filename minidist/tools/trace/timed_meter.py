@@ -145,7 +145,11 @@ class TimedMeter(Meter):
             operation.waited = self._times.now()
 
     @contextlib.contextmanager
-    def _timed(self, spans: list[TimedSpan], name: str, attributes: dict) -> Iterator[None]:
+    def _record_span(self, spans: list[TimedSpan], name: str, attributes: dict) -> Iterator[None]:
+        """Return a context manager whose begin and end a recording appends to `spans`.
+
+        name, attributes: of the span. Spans inside it inherit the attributes.
+        """
         if self._times is None:
             yield
             return
@@ -163,13 +167,14 @@ class TimedMeter(Meter):
 
         attributes: describe the computation and everything inside the context, such as step=3.
         """
-        return self._timed(self._spans, name, attributes)
+        return self._record_span(self._spans, name, attributes)
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
         """Return a context manager; a recording keeps its begin and end as a wait of this rank for these operations."""
-        return self._timed(self._waits, records[0].name, {"of": list(records)})
+        return self._record_span(self._waits, records[0].name, {"of": list(records)})
 
     def _completion_callback(self, operation: OperationSpan):
+        """Return a callback for a future that stores the present time as the operation's completion."""
         now = self._times.now
 
         def report(_) -> None:  # runs in a thread of the backend
@@ -178,6 +183,7 @@ class TimedMeter(Meter):
         return report
 
     def _reset(self) -> None:
+        """Discard the recording."""
         self._begin = None
         self._enclosing: dict[str, Any] = {}
         self._spans: list[TimedSpan] = []

@@ -106,7 +106,7 @@ class TraceRecorder(Observer):
             trainer.send_note(self.summary_line)
 
     def _finish(self, step: int) -> None:
-        """End the recording after `step` steps and write it."""
+        """End the recording after `step` steps and gather it; rank 0 writes the file. Collective."""
         self._ended = True
         if self._first is None:
             self.summary_line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
@@ -118,13 +118,17 @@ class TraceRecorder(Observer):
             self.summary_line = _write(self._config.file, self._group, gathered, (self._first + 1, step))
 
     def _begin(self, step: int) -> None:
+        """Begin the recording before step `step`, and measure the offset of this rank's clock. Collective."""
         self._first = step
         self._clock = measure_clock_offset(self._group)  # now, not at the start of the run: clocks drift
         self._meter.start_recording(DeviceClock() if self._group.world.device.type == "cuda" else HostClock())
 
 
 def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int, int]) -> str:
-    """Write the file; returns the line that describes the trace, or the failure."""
+    """Write the trace file; return the line that describes the trace, or why it could not be written.
+
+    gathered: the recording of every rank. steps: first and last recorded step.
+    """
     recordings, clocks, nodes = zip(*gathered, strict=True)
     fractions = [compute_time_fractions(recording) for recording in recordings]
     names = [f"rank {rank} on {group.world.device.type}, node {node}" for rank, node in enumerate(nodes)]

@@ -17,13 +17,13 @@ def traffic_matrix(records_by_rank: Sequence[Iterable[Record]]) -> list[list[int
     by_key = {(r.group_name, r.ranks, r.seq, r.name, rank): r for rank, of_rank in enumerate(records) for r in of_rank}
     for rank, of_rank in enumerate(records):
         for record in of_rank:
-            for receiver, count in _receivers(record, rank, by_key):
+            for receiver, count in _list_receivers(record, rank, by_key):
                 matrix[rank][receiver] += count
     return matrix
 
 
-def _receivers(record: Record, rank: int, by_key: dict) -> list[tuple[int, int]]:
-    """(receiver, bytes) of what `rank` sent in this operation."""
+def _list_receivers(record: Record, rank: int, by_key: dict) -> list[tuple[int, int]]:
+    """Return (receiver, bytes) of everything that `rank` sent in this operation; ranks are global."""
     ranks, sent = record.ranks, record.wire_bytes
     if not sent:
         return []
@@ -34,7 +34,7 @@ def _receivers(record: Record, rank: int, by_key: dict) -> list[tuple[int, int]]
     if record.algorithm == "ring":
         return [(ranks[(group_rank + 1) % size], sent)]
     if record.algorithm == "binomial tree":
-        root = _root(record, by_key)
+        root = _find_root(record, by_key)
         relative = (group_rank - root) % size
         if record.name == "reduce":
             return [(ranks[(relative - (relative & -relative) + root) % size], sent)]
@@ -42,12 +42,12 @@ def _receivers(record: Record, rank: int, by_key: dict) -> list[tuple[int, int]]
         children = [ranks[(child + root) % size] for child in children if child < size]
         return [(child, sent // len(children)) for child in children]
     if record.name == "gather":
-        return [(ranks[_root(record, by_key)], sent)]
+        return [(ranks[_find_root(record, by_key)], sent)]
     return [(other, sent // len(others)) for other in others]  # scatter; all_to_all, in equal parts
 
 
-def _root(record: Record, by_key: dict) -> int:
-    """The group rank of an operation's root, which sends most in a broadcast and nothing in other operations."""
+def _find_root(record: Record, by_key: dict) -> int:
+    """Return the group rank of an operation's root: the rank that sent the most bytes in a broadcast, else nothing."""
     sent = []
     for rank in record.ranks:
         other = by_key.get((record.group_name, record.ranks, record.seq, record.name, rank))

@@ -3,6 +3,7 @@
 import itertools
 import math
 import signal
+import threading
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from minidist.comm import CommError, GroupSpec, all_gather_object, all_reduce, bind, bind_all_gather_object
+from minidist.comm.handles import launch
 from minidist.config import PrecisionConfig
 from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
 from minidist.fault.collective_errors import ErrorOnAnyRank
@@ -373,6 +375,40 @@ def test_the_survivors_take_the_state_of_the_rank_that_is_ahead(ranks, tmp_path)
     assert groups == [[0, 1, 2], [0, 1], [0, 1]] and sorted(values) == [0, 1]
     for tensors, state in values.values():
         assert distance(tensors, tensors_of(whole)) < 1e-12 and state == run_state(whole)
+
+
+class LostOperation:
+    """An operation of gloo that does not end although the connection has broken."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        threading.Event().wait()
+
+
+def _wait_for_a_lost_operation(world):
+    """Process 1 dies while process 0 waits for an operation that gloo has forgotten."""
+
+    def train(number, rendezvous):
+        group = rendezvous(None)
+        if number == 1:
+            signal.raise_signal(signal.SIGKILL)
+        try:
+            launch(group, "all_reduce", torch.zeros(2), LostOperation, [])
+        except CommError as error:
+            return str(error), rendezvous(group).size
+
+    with ElasticRanks(train, 2) as ranks:
+        return dict(ranks.serve(DEADLINE_S)), ranks.groups
+
+
+def test_a_death_ends_an_operation_of_which_gloo_lost_the_error(ranks):
+    [(values, groups)] = ranks(_wait_for_a_lost_operation, 1)
+    assert values.keys() == {0}
+    error, size = values[0]
+    assert "failed: another rank has died or left, and gloo has not ended the operation" in error
+    assert groups == [[0, 1], [0]] and size == 1
 
 
 def _digest(world):

@@ -456,8 +456,6 @@ def test_a_stop_between_merges_ends_the_run_two_checks_later(ranks, tmp_path, te
     """The stop is requested of one rank in the first step; the state between two merges is saved."""
     how = {"consistency__mode": "local", "consistency__h": 100, "train__steps": 100, "train__log_every": 100}
     config = make_config(tmp_path / "run", text, checkpoint__every=0, engine=engine, **how)
-    if engine == "simple":
-        config = with_changes(config, optim__foreach=None) if hasattr(config.optim, "foreach") else config
     summaries = ranks(train_until_stop_of_rank_1, 3, config)
     assert [summary["step"] for summary in summaries] == [2] * 3 and summaries[0]["stopped"]
     saved = read_checkpoint(config.folder, 2)

@@ -374,10 +374,8 @@ def _describe_replica(trainer: Trainer, generation: int) -> ReplicaState:
 
 def _describe_replicas(left: Sequence[ReplicaState], replicas: int) -> str:
     """Say which replicas go on with their own state, under which numbers, and which begin anew."""
-    text = "replicas that go on from their own state: "
-    text += ", ".join(
-        f"{one.replica}" if one.replica == now else f"{one.replica} (now {now})" for now, one in enumerate(left)
-    )
+    numbers = [str(one.replica) if one.replica == now else f"{one.replica} (now {now})" for now, one in enumerate(left)]
+    text = f"replicas that go on from their own state: {', '.join(numbers)}"
     new = range(len(left), replicas)
     return text + (f"; with the state of replica 0 and weight 0: {', '.join(map(str, new))}" if new else "")
 

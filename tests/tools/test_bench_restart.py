@@ -35,7 +35,7 @@ def test_a_start_is_measured_beside_those_of_other_programs(server, tmp_path, ca
     assert main(["start", "--ranks", "1", "--rounds", "1", "--json", str(file)], server) == 0
     measured = json.loads(file.read_text())["wall and CPU seconds"]
     assert list(measured) == ["empty program", "import torch", "minidist train"]
-    assert all(0 < cpu_s for [[_, cpu_s]] in measured.values())
+    assert all(cpu_s > 0 for [[_, cpu_s]] in measured.values())
 
 
 @pytest.mark.parametrize("command", ["restart", "start"])

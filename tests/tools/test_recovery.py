@@ -26,8 +26,8 @@ from tests.helpers.small_run import (
     with_changes,
 )
 
-# `make test` runs seven of these tests: the first one, that of a step which rank 0 has not recorded, and `QUICK`. What
-# the ranks agree on is tested without processes in test_membership.
+# `make test` runs the tests that are not marked `exhaustive`. What the ranks agree on is tested without processes in
+# test_membership.
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.

@@ -17,6 +17,7 @@ COMMANDS = {
     "recover": ("compare_recovery", "time from the death of a rank to the next step of the others (live recovery)"),
     "save": ("compare_saves", "compare checkpoints with torch's distributed checkpoint"),
     "restart": ("compare_restarts", "measure the time that a killed rank costs under torchrun"),
+    "start": ("compare_starts", "measure the time from the start of torchrun to the first training step"),
     "local": ("compare_local_steps", "time local SGD and DiLoCo, over a slow link too, and torch's local SGD"),
     "diloco": ("compare_outer_steps", "compare DiLoCo's loss with synchronous training, over a grid of settings"),
     "watch": ("measure_watchdog", "measure what deadlock detection under torchrun costs, up to thousands of ranks"),

@@ -30,7 +30,7 @@ LIMIT_S = 2.0  # wanted: at most this long beyond an empty program
 DEADLINE_S = 600.0  # of all kills of a program
 _ROOT = Path(__file__).resolve().parents[1]
 _EMPTY_PROGRAM = "import os, time\nif os.environ['RANK'] == '0': os.write(1, b'step\\n')\ntime.sleep(1000)\n"
-_BASELINES = {"empty program": _EMPTY_PROGRAM, "import torch": f"import torch\n{_EMPTY_PROGRAM}"}
+BASELINES = {"empty program": _EMPTY_PROGRAM, "import torch": f"import torch\n{_EMPTY_PROGRAM}"}
 _TRAIN = (
     *("-m", "minidist", "train", "--device", "cpu", "--train.steps", "1000000", "--train.log-every", "1"),
     *("--train.eval-every", "0", "--checkpoint.every", "20"),
@@ -77,18 +77,18 @@ def measure_restarts(ranks: int, rounds: int, train: Sequence[str] = ()) -> dict
     """
     times_s = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in _BASELINES.items():
+        for name, text in BASELINES.items():
             program = Path(folder) / f"{name.replace(' ', '_')}.py"
             program.write_text(text)
-            command = _torchrun_command(ranks, rounds, str(program))
+            command = make_torchrun_command(ranks, rounds, str(program))
             times_s[name] = measure_recovery(command, folder, "step", ["step"], rounds)
-        command = _torchrun_command(ranks, rounds, *_TRAIN, "--folder", "run", *train)
+        command = make_torchrun_command(ranks, rounds, *_TRAIN, "--folder", "run", *train)
         resumed = ["going on after step", "step "]
         times_s["minidist train"] = measure_recovery(command, folder, "checkpoint: ", resumed, rounds)
     return times_s
 
 
-def _torchrun_command(ranks: int, restarts: int, *program: str) -> list[str]:
+def make_torchrun_command(ranks: int, restarts: int, *program: str) -> list[str]:
     """Return the command that runs `program` under torchrun. restarts: `--max-restarts`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, "--max-restarts", str(restarts), *program]
@@ -119,19 +119,19 @@ def measure_recovery(
     takes the process id of the program and returns the one to kill. Raises RunError if a line does not come in time.
     """
     times_s = []
-    with _run(command, folder) as process:
+    with run_program(command, folder) as process:
         for _ in range(rounds):
-            _read_until(process, ready)
+            read_until(process, ready)
             victim, kill_time = choose_victim(process.pid), time.monotonic()
             os.kill(victim, signal.SIGKILL)
             for line in recovered:
-                _read_until(process, line)
+                read_until(process, line)
             times_s.append(time.monotonic() - kill_time)
     return times_s
 
 
 @contextlib.contextmanager
-def _run(command: Sequence[str], folder: str | Path) -> Iterator[subprocess.Popen]:
+def run_program(command: Sequence[str], folder: str | Path) -> Iterator[subprocess.Popen]:
     """Context manager for a running program, which is killed at the end of the block, or after `DEADLINE_S`."""
     mark = uuid.uuid4().hex  # in the environment of the program and of all processes that it starts
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))}
@@ -164,7 +164,7 @@ def _processes_with(variable: bytes) -> Iterator[int]:
                 yield int(file.parent.name)
 
 
-def _read_until(process: subprocess.Popen, start: str) -> None:
+def read_until(process: subprocess.Popen, start: str) -> None:
     """Read lines up to the first that begins with `start`. Raises RunError, with the last lines, if there is none."""
     last: deque[str] = deque(maxlen=20)
     for line in process.stdout:

@@ -319,9 +319,9 @@ class FaultConfig:
     that are left, as long as they fill the mesh."""
     memory_every: int = 10
     """Live recovery: every this many steps, each rank copies its shards to its host memory and to another rank's (in
-    another node or replica). A death loses at most these steps. Only ZeRO, layouts with one replica and replicas that
-    differ (local, diloco, gossip) need copies: otherwise another replica has the state of the last step. 0: no copies;
-    what is lost comes from a checkpoint."""
+    another node or replica). A death loses at most these steps. Only ZeRO, layouts with one replica and replicas of
+    several ranks that differ (local, diloco, gossip) need copies: otherwise another replica has the state of the last
+    step, or goes on with its own. 0: no copies; what is lost comes from a checkpoint."""
     inject: str | None = None
     """One fault, such as "kill rank 1 at step 3 in update". Kinds: kill (SIGKILL), stop (SIGSTOP), slow, nan (in a
     gradient), flip (a bit of a parameter), full (disk). Phases: forward, backward, reduce, agree, update, gather; of a

@@ -284,11 +284,6 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
             f"fault.live-recovery repeats the step that a death has interrupted, and in consistency.mode {how.mode} "
             "ranks have no step in common: leave --fault.live-recovery out; a run resumes from its last checkpoint."
         )
-    if how.merges_replicas and config.fault.live_recovery and not config.fault.memory_every:
-        raise UserError(
-            f"fault.live-recovery takes the state of a dead replica from copies in memory when consistency.mode is "
-            f"{how.mode}, and fault.memory-every is 0: give --fault.memory-every {how.h}."
-        )
     if how.mode == "central" or how.is_asynchronous:
         _validate_server(config, mesh)
     if how.merges_replicas and mesh.dp % config.num_replicas(mesh):

@@ -53,7 +53,9 @@ class ReplicaMerger:
     A replica's weight is the (weighted) number of tokens since the last merge: tokens, (fragments,) float64. reducer:
     the replica's gradient reducer, which holds the masters. groups: must contain "outer", the ranks with the same
     coordinates in each replica. replica: the number of this rank's replica. equal_fragments: those that the last step's
-    merge made equal in all replicas; gossip does so after the last step only.
+    merge made equal in all replicas; gossip does so after the last step only. unmerged: the fragments that a failed
+    merge has left to merge. A fragment is written only when all its communication is done: a merge that fails leaves it
+    as it was.
     """
 
     def __init__(self, config: Config, reducer: GradientReducer, groups: Groups):
@@ -75,6 +77,7 @@ class ReplicaMerger:
         self.tokens = torch.zeros(count, dtype=torch.float64)
         self._stop_requested = self._regroup_requested = False
         self.equal_fragments: frozenset[int] = frozenset()
+        self.unmerged: list[int] = []
 
     def outer_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield DiLoCo's states, equal in all replicas: ("outer.start" or "outer.velocity", parameter name, tensor)."""
@@ -106,6 +109,12 @@ class ReplicaMerger:
         """Number of models that the replicas hold now: 1 if the last step's merge has made all of them equal."""
         return 1 if len(self.equal_fragments) == len(self._fragments) else self._group.size
 
+    def count_step(self, result: Result) -> None:
+        """Count the tokens of a step of this replica, and what its ranks ask for, until the next merge."""
+        self.tokens += result.num_tokens if result.update_successful else 0.0
+        self._stop_requested |= result.stop_requested
+        self._regroup_requested |= result.regroup_requested
+
     def merge_if_due(
         self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
     ) -> tuple[Result, bool]:
@@ -117,13 +126,18 @@ class ReplicaMerger:
         between merges these three flags are False. merged: whether masters changed, so that the caller must update the
         parameters.
         """
-        self.tokens += result.num_tokens if result.update_successful else 0.0
-        self._stop_requested |= result.stop_requested
-        self._regroup_requested |= result.regroup_requested
-        due = [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
-        self.equal_fragments = frozenset()
-        if not due:
+        self.unmerged = self.due_fragments(step)
+        if not self.unmerged:
+            self.equal_fragments = frozenset()
             return replace(result, stop_requested=False, regroup_requested=False, checkpoint_written=False), False
+        return self.merge_rest(step, result, optimizer_states)
+
+    def merge_rest(
+        self, step: int, result: Result, optimizer_states: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> tuple[Result, bool]:
+        """Collective over the replicas: merge the fragments `unmerged`. Arguments and result as of `merge_if_due`."""
+        due = list(self.unmerged)
+        self.equal_fragments = frozenset()
         weights = torch.zeros(self._group.size, len(due), dtype=torch.float64)
         weights[self.replica] = self.tokens[due]
         flags = self._stop_requested, self._regroup_requested, result.checkpoint_written
@@ -132,14 +146,12 @@ class ReplicaMerger:
         *all_weights, stops, regroups, written = values.tolist()
         weights_by_fragment = [all_weights[at :: len(due)] for at in range(len(due))]
         totals = [sum(weights) for weights in weights_by_fragment]
-        self.tokens[due] = 0
         self._stop_requested = self._regroup_requested = False
         for fragment, weights, total in zip(due, weights_by_fragment, totals, strict=True):
-            for merged in self._fragments[fragment] if total > 0 else ():
-                self._merge(merged, step, weights)
-                for name in merged.masters if self._config.reset_moments else ():
-                    for state in optimizer_states.get(self._masters.get(name), {}).values():
-                        state.zero_()
+            if total > 0:
+                self._merge_fragment(fragment, step, weights, optimizer_states)
+            self.tokens[fragment] = 0
+            self.unmerged.remove(fragment)
         if self._config.mode != "gossip":  # a fragment that nobody has trained is still equal from the merge before
             self.equal_fragments = frozenset(due)
         elif step + 1 == self._num_steps:
@@ -150,6 +162,10 @@ class ReplicaMerger:
         )
         return agreed, max(totals) > 0
 
+    def due_fragments(self, step: int) -> list[int]:
+        """Return the fragments that are merged after step `step` (from 0)."""
+        return [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
+
     def _is_due(self, fragment: int, step: int) -> bool:
         """Whether a fragment is merged after a step: every h steps, and all of them after the last."""
         h = self._config.h
@@ -157,23 +173,40 @@ class ReplicaMerger:
         return (step + 1 + ahead) % h == 0 or step + 1 == self._num_steps
 
     @torch.no_grad()
-    def _merge(self, merged: _MergedTensors, step: int, weights: Sequence[float]) -> None:
-        """Collective: merge some tensors. weights: of each replica, not all 0."""
+    def _merge_fragment(
+        self,
+        fragment: int,
+        step: int,
+        weights: Sequence[float],
+        optimizer_states: Mapping[Tensor, Mapping[str, Tensor]],
+    ) -> None:
+        """Collective: merge a fragment. weights: of each replica, not all 0. Changes nothing if communication fails."""
+        received = [(merged, *self._exchange(merged, step, weights)) for merged in self._fragments[fragment]]
+        for merged, flat, error in received:
+            if error is not None:
+                merged.error.copy_(error)
+            if merged.start is not None:
+                lr, momentum = self._config.outer_lr, self._config.outer_momentum
+                merged.velocity.mul_(momentum).add_(flat)
+                flat = merged.start.sub_(flat.add_(merged.velocity, alpha=momentum), alpha=lr)
+            for name, part in merged.parts(flat):
+                merged.masters[name].copy_(part)
+            for name in merged.masters if self._config.reset_moments else ():
+                for state in optimizer_states.get(self._masters.get(name), {}).values():
+                    state.zero_()
+
+    def _exchange(self, merged: _MergedTensors, step: int, weights: Sequence[float]) -> tuple[Tensor, Tensor | None]:
+        """Collective: return the merged values of some tensors, under DiLoCo the outer gradient, and their new error.
+
+        The error is that of quantization; None without it.
+        """
         share = weights[self.replica] / sum(weights)
         flat = _flatten(merged.masters)
         if self._config.mode == "gossip" and step + 1 < self._num_steps:
             fractions = mixing_fractions(self.replica, weights, lambda replica: self._neighbours(step, replica))
-            flat = mix_with_neighbours(flat, fractions, self._neighbours(step, self.replica), self._group)
-        elif merged.start is None:
-            flat = self._average(flat, share, None)
-        else:
-            outer_gradient = self._average(merged.start - flat, share, merged.error)
-            lr = self._config.outer_lr
-            momentum = self._config.outer_momentum
-            merged.velocity.mul_(momentum).add_(outer_gradient)
-            flat = merged.start.sub_(outer_gradient.add_(merged.velocity, alpha=momentum), alpha=lr)
-        for name, part in merged.parts(flat):
-            merged.masters[name].copy_(part)
+            return mix_with_neighbours(flat, fractions, self._neighbours(step, self.replica), self._group), None
+        error = None if merged.error is None else merged.error.clone()
+        return self._average(flat if merged.start is None else merged.start - flat, share, error), error
 
     def _average(self, flat: Tensor, share: float, error: Tensor | None) -> Tensor:
         """Average over the replicas in place. A replica without tokens does not count, even if it is not finite.

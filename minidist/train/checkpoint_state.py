@@ -27,10 +27,24 @@ def _replica_prefix(replica: int) -> str:
     return f"replica-{replica}." if replica else ""
 
 
+_OF_EACH_REPLICA = (PARAMETERS, OPTIMIZER, _TOKENS, _QUANTIZATION_ERROR)
+
+
+def renumber_replica(shards: Iterable[TensorShard], before: int, now: int) -> Iterator[TensorShard]:
+    """Yield the shards of replica number `before` with the names that replica `now` has; no copies.
+
+    The names of tensors that all replicas share stay.
+    """
+    for shard in shards:
+        name = shard.name.removeprefix(_replica_prefix(before))
+        is_own = name.startswith(_OF_EACH_REPLICA)
+        yield dataclasses.replace(shard, name=_replica_prefix(now) + name) if is_own else shard
+
+
 def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -> Iterator[TensorShard]:
     """Yield the shards of replica 0 that replicas have of their own, renamed, for each of `replicas`; no copies."""
     for shard in shards:
-        if shard.name.startswith((PARAMETERS, OPTIMIZER, _TOKENS, _QUANTIZATION_ERROR)):
+        if shard.name.startswith(_OF_EACH_REPLICA):
             yield from (dataclasses.replace(shard, name=_replica_prefix(replica) + shard.name) for replica in replicas)
 
 

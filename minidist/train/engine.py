@@ -119,10 +119,9 @@ class Engine:
         self._carry_out(self.decision, lr)
         merged = False
         if self.merger is not None:
-            self.completed_steps = None  # after a failed merge the replicas would differ in what they have merged
+            self.merger.count_step(result)
             with self.groups.meter.span("merge"):
                 result, merged = self.merger.merge_if_due(step, result, self.optimizer.state)
-            self.completed_steps = step + 1
         if self.worker is not None:
             with self.groups.meter.span("exchange"):
                 share = result.num_tokens / global_tokens if result.update_successful else 0.0
@@ -134,22 +133,36 @@ class Engine:
         self.reducer.clear_gradients()
         return result
 
+    def finish_merge(self, step: int, result: StepResult) -> StepResult:
+        """Collective: merge what a failed merge after step `step` (from 0) has left (`ReplicaMerger.unmerged`).
+
+        result: of that step. Returns it with what the replicas have agreed on in the merge.
+        """
+        with self.groups.meter.span("merge"):
+            result, merged = self.merger.merge_rest(step, result, self.optimizer.state)
+        if merged:
+            self.reducer.after_load()
+        return result
+
     def apply_missed_update(self, decision: Decision) -> None:
         """Make the update of `decision`, if this rank failed while it waited for that decision; otherwise do nothing.
 
-        The decision reached another rank, so the gradients of all ranks had been reduced, and this rank has its part of
-        them. Does nothing with Muon, whose update exchanges matrices between the ranks, and if replicas differ, whose
-        decisions are their own.
+        decision: of this rank's replica, if replicas differ. It reached another rank, so the gradients of all ranks had
+        been reduced, and this rank has its part of them. Does nothing with Muon, whose update exchanges matrices
+        between the ranks.
         """
         if self._awaited_decision is None or self._awaited_decision[0] != decision.step:
             return
-        if "matrices" in self.groups or self.merger is not None:
+        if "matrices" in self.groups:
             return
         if self.scaler is not None and decision.result.num_tokens > 0:
             self.scaler.update(decision.result.overflowed)
         self.reducer.exclude_unused(decision.use_counts)
         self.decision = decision
         self._carry_out(decision, self._awaited_decision[1])
+        if self.merger is not None:
+            self.merger.count_step(decision.result)
+            self.merger.unmerged = self.merger.due_fragments(decision.step)
 
     def _carry_out(self, decision: Decision, lr: float) -> None:
         """Update this rank's masters as decided, without communication (but for Muon's)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minidist.train.matrix_exchange import ShardedMatrices
+from minidist.train.torch_optimizers import AdamW
 
 # Of the polynomial a x + b x^3 + c x^5, chosen by Jordan et al. for its slope at 0: five iterations take singular
 # values above about 0.002 to between 0.7 and 1.2, which is close enough to 1.
@@ -20,7 +21,7 @@ _LEAST_NORM = 1e-7
 _RMS_OF_ADAMW = 0.2
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """An optimizer that updates parameter groups with the key "shapes" by Muon, and all others by AdamW.
 
     groups: parameter groups as in torch. Muon's also have "shapes" (of the full matrices, as a parameter may be flat),

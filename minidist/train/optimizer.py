@@ -18,6 +18,7 @@ from minidist.parameters import ParamSpecs
 from minidist.process_groups import is_hidden_matrix
 from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.muon import Muon
+from minidist.train.torch_optimizers import SGD, AdamW
 
 
 def make_optimizer(
@@ -37,9 +38,9 @@ def make_optimizer(
     match optim.kind:
         case "sgd":
             # Fused SGD with momentum raises for a parameter that gets its first gradient after the first step.
-            made = torch.optim.SGD(groups, optim.lr, optim.momentum, fused=optim.momentum == 0)
+            made = SGD(groups, optim.lr, optim.momentum, fused=optim.momentum == 0)
         case "adamw":
-            made = torch.optim.AdamW(groups, **adamw)
+            made = AdamW(groups, **adamw)
         case "muon":
             exchange = None
             if matrix_group is not None:

@@ -35,6 +35,7 @@ from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.resume import ChangedOption, check_resumable, inherit_options, load_first_intact
 from minidist.train.same_program import check_same_program
 from minidist.train.step_result import SkippedSteps, StepResult
+from minidist.train.stop_check import StopCheck
 from minidist.validation import validate
 
 Result = TypeVar("Result")
@@ -145,6 +146,8 @@ class Trainer:
         gather = comm.bind_all_gather_object(self.engine.control)
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, gather)
         self.stop_request: StopSignalRecorder | None = None
+        # Replicas that train separately agree on a stop at merges, and in between by this check.
+        self._stop_check = StopCheck(self.control) if self.engine.control is not self.control else None
         self.interrupted_step: StepResult | None = None
         self.resumed_from: Path | None = None
         self._saved_step: int | None = None  # of the last checkpoint that this process has completed
@@ -229,7 +232,10 @@ class Trainer:
         if recovery is not None:
             recovery.on_start(self)
         if self.interrupted_step is not None:
-            stopped = self._report_step(self.interrupted_step).stop_requested
+            result = self.interrupted_step
+            if self.engine.merger is not None and self.engine.merger.unmerged:
+                result = self.engine.finish_merge(self.progress.step - 1, result)
+            stopped = self._report_step(result).stop_requested
         while self.progress.step < train.steps and not stopped:
             self._notify("before_step", self)
             with meter.span("step", step=self.progress.step + 1):
@@ -239,9 +245,15 @@ class Trainer:
                 recovery.on_step(self)
                 if result.regroup_requested and not stopped and self.progress.step < train.steps:
                     self._finish_save()
+                    self._finish_stop_check()
                     raise RegroupRequested
+        self._finish_stop_check()
         self._notify("on_last_step", self)
         return self._finish(stopped and self.progress.step < train.steps)
+
+    def _finish_stop_check(self) -> None:
+        if self._stop_check is not None:
+            self._stop_check.finish()
 
     def _is_stop_requested(self) -> bool:
         return self.stop_request.signal_name is not None
@@ -310,11 +322,11 @@ class Trainer:
         must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
         if must_save:
             self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
-        # Evaluations and saves can take longer than a step. Replicas that train separately agree on a stop at merges
-        # only, but all ranks have just met to log their metrics.
-        is_logged = self.engine.merger is not None and _is_due(step, train.log_every)
-        if (must_evaluate or must_save or is_logged) and not last and not stopped:
-            stopped = any(self.all_gather_object(self._is_stop_requested()))
+        if not last and not stopped:
+            if must_evaluate or must_save:  # which can take longer than a step
+                stopped = any(self.all_gather_object(self._is_stop_requested()))
+            elif self._stop_check is not None:
+                stopped = self._stop_check.is_stop_agreed(step, self._is_stop_requested())
             if stopped:
                 self._finish_save()
                 if self._saved_step != step:

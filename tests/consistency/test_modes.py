@@ -451,14 +451,15 @@ def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, si
     assert all(torch.equal(one[n], one[f"replica-1.{n}"]) for n in one if n.startswith("params/"))
 
 
-@pytest.mark.parametrize("log_every, stops_at", [(2, 2), (100, 3)])
-def test_a_stop_between_merges_takes_effect_at_the_next_log_line_or_merge(ranks, tmp_path, text, log_every, stops_at):
+@pytest.mark.parametrize("engine", ["fast", "simple"])
+def test_a_stop_between_merges_ends_the_run_two_checks_later(ranks, tmp_path, text, engine):
     """The stop is requested of one rank in the first step; the state between two merges is saved."""
-    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0, "train__log_every": log_every}
-    config = make_config(tmp_path / "run", text, **how)
-    summaries = ranks(train_until_stop_of_rank_1, 2, config)
-    assert [summary["step"] for summary in summaries] == [stops_at] * 2 and summaries[0]["stopped"]
-    assert (config.folder / "checkpoints" / f"step-{stops_at:08d}").is_dir()
+    how = {"consistency__mode": "local", "consistency__h": 100, "train__steps": 100, "train__log_every": 100}
+    config = make_config(tmp_path / "run", text, checkpoint__every=0, engine=engine, **how)
+    summaries = ranks(train_until_stop_of_rank_1, 3, config)
+    assert [summary["step"] for summary in summaries] == [2] * 3 and summaries[0]["stopped"]
+    saved = read_checkpoint(config.folder, 2)
+    assert not torch.equal(saved[name := min(n for n in saved if "params/" in n)], saved[f"replica-1.{name}"])
 
 
 def train_until_stop_of_rank_1(world, config):
@@ -590,11 +591,7 @@ def test_central_refuses_what_it_cannot_do(changes, message):
         validate(small_config(None, None, consistency__mode="central", **changes), 2)
 
 
-def test_live_recovery_needs_copies_of_replicas_that_differ_and_steps_in_common():
-    live = {"fault__live_recovery": True, "consistency__h": 6}
-    validate(small_config(None, None, consistency__mode="local", **live), 2)
-    with pytest.raises(UserError, match="mode is local, and fault.memory-every is 0: give --fault.memory-every 6"):
-        validate(small_config(None, None, consistency__mode="local", fault__memory_every=0, **live), 2)
+def test_live_recovery_needs_steps_in_common():
     with pytest.raises(UserError, match="in consistency.mode stale ranks have no step in common: leave --fault.live"):
         validate(small_config(None, None, consistency__mode="stale", fault__live_recovery=True), 2)
 

@@ -24,7 +24,7 @@ FP64 = {"precision__policy": "fp64"}
 
 @dataclass(frozen=True)
 class Kill:
-    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, report, row or restore.
+    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, merge, report, row or restore.
 
     row: on rank 0, before it writes the step's row, when member 1 is in the next step.
     """
@@ -74,6 +74,8 @@ class Actor(Observer):
     def step_context(self, trainer):
         if self._is_due(trainer, "forward"):
             _die()
+        if self._is_due(trainer, "merge"):
+            trainer.engine.merger.merge_if_due = _die
         if self._is_due(trainer, "reduce"):
             trainer.engine.reducer.finish_reductions = _die
         before = engine_module.agree_on_step
@@ -121,6 +123,7 @@ def _die(*_):
 def train_script(world, config, script: Script) -> dict:
     """Train on this process with live recovery, as the script says; returns the summary."""
     torch.set_num_threads(1)
+    recovery_module._ARRIVALS_EVERY_S = 0.0  # or a step that follows `wait_at` at once would not look
     if script.are_replacements_late and world.member >= world.size:
         wait_for_key(world.store, "members/1")
     restore = recovery_module.LiveRecovery.restore

@@ -6,12 +6,14 @@ Every comparison is bit by bit, with a trainer that nothing has disturbed.
 import math
 import re
 import signal
+import threading
 from functools import partial
 
 import pytest
 import torch
 
 from minidist.comm import CommError, World, all_reduce, bind
+from minidist.comm.handles import launch
 from minidist.config import MeshConfig
 from minidist.errors import RunError
 from minidist.mesh import Mesh
@@ -341,3 +343,37 @@ def test_the_best_interval_is_that_of_the_estimate(model):
     estimate = FailureModel(*model)
     assert best_interval_s(*model) == pytest.approx(estimate.exact_interval_s(), rel=1e-5)
     assert expected_time_s(100.0, *model) == pytest.approx(estimate.expected_time_s(100.0), rel=1e-12)
+
+
+class LostOperation:
+    """An operation of gloo that does not end although the connection has broken."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        threading.Event().wait()
+
+
+def _wait_for_a_lost_operation(world):
+    """Process 1 dies while process 0 waits for an operation that gloo has forgotten."""
+
+    def train(number, rendezvous):
+        group = rendezvous(None)
+        if number == 1:
+            signal.raise_signal(signal.SIGKILL)
+        try:
+            launch(group, "all_reduce", torch.zeros(2), LostOperation, [])
+        except CommError as error:
+            return str(error), rendezvous(group).size
+
+    with ElasticRanks(train, 2) as ranks:
+        return dict(ranks.serve(DEADLINE_S)), ranks.groups
+
+
+def test_a_death_ends_an_operation_of_which_gloo_lost_the_error(ranks):
+    [(values, groups)] = ranks(_wait_for_a_lost_operation, 1)
+    assert values.keys() == {0}
+    error, size = values[0]
+    assert "failed: another rank has died or left, and gloo has not ended the operation" in error
+    assert groups == [[0, 1], [0]] and size == 1

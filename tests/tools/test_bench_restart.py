@@ -29,6 +29,16 @@ def test_a_process_that_outlives_its_program_does_not_delay_the_end(tmp_path):
     assert seconds > 0
 
 
-def test_impossible_options_are_refused(server, capsys):
-    assert main(["restart", "--rounds", "0"], server) == 2
+@pytest.mark.exhaustive
+def test_a_start_is_measured_beside_those_of_other_programs(server, tmp_path, capsys):
+    file = tmp_path / "start.json"
+    assert main(["start", "--ranks", "1", "--rounds", "1", "--json", str(file)], server) == 0
+    measured = json.loads(file.read_text())["wall and CPU seconds"]
+    assert list(measured) == ["empty program", "import torch", "minidist train"]
+    assert all(cpu_s > 0 for [[_, cpu_s]] in measured.values())
+
+
+@pytest.mark.parametrize("command", ["restart", "start"])
+def test_impossible_options_are_refused(server, capsys, command):
+    assert main([command, "--rounds", "0"], server) == 2
     assert "--rounds is 0; it must be at least 1" in capsys.readouterr().err

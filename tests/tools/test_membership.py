@@ -184,7 +184,8 @@ class Simulation:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     monkeypatch.setattr(membership_module, "_POLL_S", 0.0)
-    monkeypatch.setattr(membership_module, "interrupt_operations", lambda open_before: None)
+    for module in (membership_module, connections):
+        monkeypatch.setattr(module, "interrupt_operations", lambda open_before: None)
 
 
 def check(simulation):
@@ -294,12 +295,13 @@ class LostOperation:
 
 def test_an_operation_that_gloo_does_not_end_is_abandoned(monkeypatch):
     """gloo does not wake the wait for a send that had begun when the connection broke."""
-    monkeypatch.setattr(membership_module, "_WATCH_S", 0.0)
+    monkeypatch.setattr(connections, "_WATCH_S", 0.0)
     interruptions = []
-    monkeypatch.setattr(membership_module, "interrupt_operations", interruptions.append)
+    monkeypatch.setattr(connections, "interrupt_operations", interruptions.append)
     store = Store({}, lambda: None)
     record_death(store, Death(1, 10, "killed by SIGKILL", 0.0))
-    watch = membership_module._LostRankWatch(store, membership_module.Generation(0, (0, 1), 2))
+    finder = membership_module._LostRankFinder(store, membership_module.Generation(0, (0, 1), 2))
+    watch = connections.LossWatch(finder.find_lost_rank)
     world = World.single()
     world.must_abandon = watch.must_abandon.is_set
     group = Group("tensor", (0, 1), 0, None, world, Meter())
@@ -312,7 +314,7 @@ def test_an_operation_that_gloo_does_not_end_is_abandoned(monkeypatch):
     finally:
         operation.end.set()
         watch.stop()
-    assert len(interruptions) >= membership_module._INTERRUPTIONS  # the operation had time to fail
+    assert len(interruptions) >= connections._INTERRUPTIONS  # the operation had time to fail
 
 
 def test_the_world_of_a_generation_abandons_operations_when_its_watch_does():

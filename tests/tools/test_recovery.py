@@ -1,21 +1,33 @@
 """Live recovery: ranks are killed with SIGKILL, and the run equals the one in which nobody died."""
 
+import contextlib
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from minidist.checkpoint.shards import TensorShard
+from minidist.checkpoint.load import load_checkpoint, read_index
+from minidist.checkpoint.shards import DTYPES, TensorShard
 from minidist.config import FaultConfig, MeshConfig
 from minidist.parameters import Box
 from minidist.tools.launch import RankFailure
-from minidist.train.checkpoint_state import copy_first_replica
+from minidist.tools.recovery.live_recovery import ReplicaState, _describe_replicas, find_replicas_left
+from minidist.train.checkpoint_state import checkpoint_shards, copy_first_replica, renumber_replica
+from minidist.train.step_result import StepResult
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
-from tests.helpers.small_run import DEADLINE_S, read_checkpoint, read_metrics, train_small, with_changes
+from tests.helpers.small_run import (
+    DEADLINE_S,
+    Stop,
+    make_trainer,
+    read_checkpoint,
+    read_metrics,
+    train_small,
+    with_changes,
+)
 
-# `make test` runs seven of these tests: the first one, that of a step which rank 0 has not recorded, and `QUICK`. What
-# the ranks agree on is tested without processes in test_membership.
+# `make test` runs the tests that are not marked `exhaustive`. What the ranks agree on is tested without processes in
+# test_membership.
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.
@@ -213,33 +225,115 @@ def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-# Replicas that differ, with copies after every step. Copies are collective, so no replica is a step ahead.
+@pytest.mark.exhaustive
+def test_a_central_server_that_dies_is_replaced(server, undisturbed, tmp_path):
+    config = recovery_config(tmp_path / "run", **FP64, consistency__mode="central")
+    run_script(server, config, Script((Kill(1, 3),), are_survivors_patient=True), backend="shm")
+    check_equals_undisturbed(undisturbed, config)
+
+
+# Replicas that differ between merges.
 MODES = {
-    "central": {"consistency__mode": "central"},
     "local": {"consistency__mode": "local", "consistency__h": 4},
     "diloco": {"consistency__mode": "diloco", "consistency__h": 4, "consistency__outer_momentum": 0.9},
-    "gossip": {"consistency__mode": "gossip", "consistency__h": 2},
-    "diloco in int8": {"consistency__mode": "diloco", "consistency__h": 2, "consistency__exchange": "int8"},
+    "gossip": {"consistency__mode": "gossip", "consistency__h": 4},
+    "diloco in int8": {"consistency__mode": "diloco", "consistency__h": 4, "consistency__exchange": "int8"},
+    "local, in fragments": {"consistency__mode": "local", "consistency__h": 4, "consistency__fragments": 2}
+    | {"model__num_layers": 2},
     "diloco, zero 1 inside": {"consistency__mode": "diloco", "consistency__h": 4, "zero__stage": 1}
     | {"consistency__replicas": 2},
 }
 
 
-def _marks_of(mode):
-    return () if mode == "diloco" else pytest.mark.exhaustive
+def continue_as(world, config, path, replicas, is_merge_due):
+    """Go on with the state at `path`: number i of the replicas begins as replica `replicas[i]` there, or as a copy of
+    replica 0 if it is None. is_merge_due: whether that state is to be merged first."""
+    torch.set_num_threads(1)
+    with contextlib.closing(make_trainer(world, config)) as trainer:
+        merger, number = trainer.engine.merger, trainer.engine.merger.replica
+        source = replicas[0] if replicas[number] is None else replicas[number]
+        shards = list(renumber_replica(checkpoint_shards(trainer.engine), number, source))
+        index = read_index(path)
+        needed = set().union(*trainer.all_gather_object({shard.name for shard in shards}))
+        for name, saved in index.tensors.items():
+            if name not in needed:  # of a replica that does not go on
+                values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype_name])
+                shards.append(TensorShard(name, saved.shape, Box.whole(saved.shape), values))
+        load_checkpoint(path, shards, trainer.all_gather_object, world.rank)
+        trainer.after_load(index.state)
+        if replicas[number] is None:
+            merger.forget_progress()
+        step = trainer.progress.step
+        if is_merge_due:
+            merger.unmerged = merger.due_fragments(step - 1)
+            trainer.engine.finish_merge(step - 1, StepResult(1.0, 1.0, 1.0, True, True, False))
+        trainer.run(Stop())
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=_marks_of(mode)) for mode in MODES])
-def test_a_replica_that_dies_is_replaced_with_its_own_state(server, undisturbed, tmp_path, mode):
+REPLICA_CASES = {
+    # Whether a new process is there at once, and the replicas that then go on.
+    "one less": (Kill(1, 3), False, (0, 2, 3)),
+    "a new one": (Kill(1, 3), True, (0, 2, 3, None)),
+    "in a merge": (Kill(1, 4, "merge"), False, (0, 2, 3)),
+    "replica 0": (Kill(0, 3, "forward"), True, (1, 2, 3, None)),
+}
+
+
+def _marks_of_case(mode, case):
+    return () if (mode, case) in (("diloco", "a new one"), ("local", "in a merge")) else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        pytest.param(mode, case, marks=_marks_of_case(mode, case))
+        for mode in MODES
+        for case in REPLICA_CASES
+        # With fragments, no run with another h has the state before this merge. The other one: see the next test.
+        if case != "in a merge" or mode not in ("local, in fragments", "diloco, zero 1 inside")
+    ],
+)
+def test_the_other_replicas_go_on_with_their_own_state(server, tmp_path, mode, case):
+    """The replica that has died is missing in the next merge; the run equals one with only the others from then on."""
+    kill, has_new, left = REPLICA_CASES[case]
+    if "inside" in mode:  # two replicas of two ranks; three ranks would be replicas of one rank
+        has_new, left = True, (1, None)
     config = recovery_config(tmp_path / "run", **FP64, **MODES[mode])
-    run_script(server, config, Script((Kill(1, 3),), are_survivors_patient=True), backend="shm")
+    result = run_script(
+        server, config, Script((kill,), are_survivors_patient=has_new), backend="shm", max_restarts=int(has_new)
+    )
+    rows = [row["step"] for row in read_metrics(config.folder) if "loss" in row]
+    assert rows == list(range(1, 9)) and ": no step is lost" in notes(result)
+
+    is_merge_due = kill.phase == "merge"
+    step = 4 if is_merge_due else 3
+    # The state before the merge, from a run that merges later.
+    h = {"consistency__h": 8} if is_merge_due else {}
+    plain = with_changes(config, fault=FaultConfig(), checkpoint__every=step, checkpoint__keep=9)
+    server.run(train_small, 4, (with_changes(plain, folder=tmp_path / "four", **h),), deadline_s=DEADLINE_S)
+    path, plain = tmp_path / "four" / "checkpoints" / f"step-{step:08d}", with_changes(plain, folder=tmp_path / "rest")
+    size = 4 if has_new else 3
+    server.run(continue_as, size, (plain, path, left, is_merge_due), backend="shm", deadline_s=DEADLINE_S)
+    saved, expected = _assemble(read_checkpoint(config.folder, 8)), _assemble(read_checkpoint(tmp_path / "rest", 8))
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(saved[name], tensor, rtol=1e-11, atol=1e-12), name
+
+
+@pytest.mark.exhaustive
+def test_all_replicas_go_back_to_copies_if_none_is_left_whole(server, undisturbed, tmp_path):
+    """One rank of each replica has merged its shards, and the other one of one replica has not."""
+    config = recovery_config(tmp_path / "run", **FP64, **MODES["diloco, zero 1 inside"])
+    run_script(server, config, Script((Kill(1, 4, "merge"),), are_survivors_patient=True), backend="shm")
     check_equals_undisturbed(undisturbed, config)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=_marks_of(mode)) for mode in ("local", "diloco", "gossip")])
-def test_fewer_replicas_go_on_and_a_new_one_begins_as_replica_0(server, tmp_path, mode):
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("local", "gossip")] + ["diloco"]
+)
+def test_a_new_replica_joins_at_a_merge(server, tmp_path, mode):
     config = recovery_config(tmp_path / "run", **FP64, **MODES[mode])
-    script = Script((Kill(1, 3),), wait_at=(5,), are_replacements_late=True)
+    script = Script((Kill(1, 3),), wait_at=(4,), are_replacements_late=True)
     result = run_script(server, config, script, backend="shm", ranks=3)
     rows = [row for row in read_metrics(config.folder) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -247,7 +341,20 @@ def test_fewer_replicas_go_on_and_a_new_one_begins_as_replica_0(server, tmp_path
     assert len({value["digest"] for value in result.values}) == 1  # all replicas are merged after the last step
     text = notes(result)
     assert "2 ranks go on, mesh pp=1 x dp=2 " in text
-    assert re.search(r"joins\n3 ranks go on, mesh pp=1 x dp=3 .*, with the state after step [4-7] from the live", text)
+    assert "replicas that go on from their own state: 0, 2 (now 1)\n" in text
+    assert re.search(r"joins\n3 ranks go on, mesh pp=1 x dp=3 .*, with the state after step 4 from the live", text)
+    assert "replicas that go on from their own state: 0, 1; with the state of replica 0 and weight 0: 2\n" in text
+
+
+def test_a_replica_that_missed_a_merge_begins_as_one_that_did_not():
+    """Two merged replicas are in different steps, a third has not merged, and half of a fourth is left."""
+    states = [ReplicaState(4, 0, 1, 20, 1, 8), ReplicaState(4, 1, 1, 22, 0, 8), ReplicaState(4, 2, 1, 21, 0, 8)]
+    others = [ReplicaState(4, 3, 2, 21, 0, 8), ReplicaState(3, 0, 1, 12, 0, 8)]
+    left = find_replicas_left([*others, *states])
+    assert [one.replica for one in left] == [1, 2]
+    assert _describe_replicas(left, 3) == (
+        "replicas that go on from their own state: 1 (now 0), 2 (now 1); with the state of replica 0 and weight 0: 2"
+    )
 
 
 def test_a_new_replica_gets_what_replicas_have_of_their_own():

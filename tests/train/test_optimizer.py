@@ -11,6 +11,7 @@ from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parameters import named_parameters, replicated_specs
 from minidist.train.optimizer import make_optimizer, set_learning_rate
+from minidist.train.torch_optimizers import SGD, AdamW
 
 MODEL = ModelConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
@@ -222,3 +223,24 @@ def test_fused_kernels_are_used_except_for_sgd_with_momentum():
     ):
         groups = make_optimizer(optim, masters, specs).param_groups
         assert all(bool(group["fused"]) == fused for group in groups), optim
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (AdamW, torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),
+        (SGD, torch.optim.SGD, {"fused": True}),
+        (SGD, torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_optimizers_without_the_compiler_are_those_of_torch(ours, theirs, options):
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2)]
+    optimizers = [kind([one], lr=0.1, **options) for kind, one in zip((ours, theirs), parameters, strict=True)]
+    for step in range(3):
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.grad = torch.linspace(0, 1, 5) * step + parameter.detach()
+            optimizer.step()
+    assert torch.equal(*parameters) and not torch.equal(parameters[0], torch.linspace(-1, 1, 5))
+    states = [optimizer.state_dict()["state"].get(0, {}) for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    assert all(value is None or torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -48,7 +48,7 @@ def main(options: ChaosOptions) -> int:
     _check_options(options)
     start_s = time.monotonic()
     outcomes: list[tuple[Trial, Outcome]] = []
-    preload = ("torch._dynamo", "safetensors.torch", "minidist.tools.chaos.trial")
+    preload = ("safetensors.torch", "minidist.tools.chaos.trial")
     with RankServer(preload=preload) as server, _open_folder(options.keep) as folder:
         runner = TrialRunner(server, Path(folder))
         for number in range(options.first, options.first + options.trials):

@@ -20,7 +20,7 @@ from minidist.comm.status import OperationTracker
 from minidist.comm.world import connect_ranks
 from minidist.tools.launch.device import prefer_gloo_loopback
 from minidist.tools.launch.parent_death import die_with_parent
-from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
+from minidist.tools.recovery.connections import LossWatch, abort_groups, interrupt_operations, list_open_files
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 60.0  # of an operation between two living ranks
@@ -33,9 +33,10 @@ class ElasticRanks:
 
     function: called in each process as `function(number, rendezvous)`; processes are numbered from 0. rendezvous(group)
     closes all connections with the other members of `group`, unless it is None, waits until every living process has
-    called it, and returns their new process group: gloo on this machine, ranks in the order of their numbers. size: the
-    number of processes to start now. on_group: called in this process with the member numbers of each new group, before
-    the group forms; a process that `on_group` starts joins the next group.
+    called it, and returns their new process group: gloo on this machine, ranks in the order of their numbers. When a
+    process dies, the pending operations of the others in its group fail. size: the number of processes to start now.
+    on_group: called in this process with the member numbers of each new group, before the group forms; a process that
+    `on_group` starts joins the next group.
 
     groups: the member numbers of every group so far. values: for each number, the value that the process has returned.
     dead: the numbers of the processes that ended without returning.
@@ -124,6 +125,8 @@ class ElasticRanks:
             self._waiting.discard(number)
             if number not in self.values:
                 self.dead.append(number)
+                if self.groups and number in self.groups[-1]:
+                    self._store.set(_lost_key(len(self.groups)), str(number))
             return False
         if kind == "meet":
             self._waiting.add(number)
@@ -144,28 +147,39 @@ class ElasticRanks:
             pipe.send((len(self.groups), rank, len(members), self._store.port))
 
 
+def _lost_key(group_number: int) -> str:
+    """The key of the store that says that a process of this group has died."""
+    return f"lost from group {group_number}"
+
+
 def _run(function: Callable, number: int, pipe: Connection) -> None:
     die_with_parent(os.getppid())
     prefer_gloo_loopback()
     kept_files = list_open_files()
+    watches: list[LossWatch] = []  # of the group that this process is in
 
     def rendezvous(group: Group | None) -> Group:
         if group is not None and group.process_group is not None:
+            watches.pop().stop()
             # Of all groups, also those that `function` has made and still refers to: a peer may wait in any of them.
             interrupt_operations(kept_files)
             abort_groups(_TIMEOUT_S)
         pipe.send(("meet", None))
-        return _connect(*pipe.recv())
+        return _connect(*pipe.recv(), watches)
 
     # Plain pickle copies the elements of a tensor; the pipe itself would send a file that ends with this process.
     pipe.send(("end", pickle.dumps(function(number, rendezvous))))
 
 
-def _connect(group_number: int, rank: int, size: int, port: int) -> Group:
-    """Connect with the other members of a group."""
+def _connect(group_number: int, rank: int, size: int, port: int, watches: list[LossWatch]) -> Group:
+    """Connect with the other members of a group, and append the watch of these connections to `watches`."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo" if size > 1 else None, OperationTracker())
     if size > 1:
-        store = dist.PrefixStore(f"group {group_number}", dist.TCPStore(_HOST, port, is_master=False))
-        connect_ranks("gloo", store, rank, size, world.device, _TIMEOUT_S)
+        store, watched_store = (dist.TCPStore(_HOST, port, is_master=False) for _ in range(2))
+        watch = LossWatch(lambda: "a process has died" if watched_store.check([_lost_key(group_number)]) else None)
+        world.must_abandon = watch.must_abandon.is_set
+        watches.append(watch)
+        connect_ranks("gloo", dist.PrefixStore(f"group {group_number}", store), rank, size, world.device, _TIMEOUT_S)
+        watch.start()
     process_group = dist.group.WORLD if size > 1 else None
     return Group("data", tuple(range(size)), rank, process_group, world, Meter())

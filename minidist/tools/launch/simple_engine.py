@@ -25,6 +25,7 @@ from minidist.tools.chaos.injector import flip_bit_of_first_element
 from minidist.train import run_folder
 from minidist.train.observer import Observer
 from minidist.train.resume import check_resumable
+from minidist.train.stop_check import StopCheck
 from minidist.train.trainer import without_run_options
 from minidist.validation import validate
 
@@ -52,6 +53,7 @@ class SimpleTrainer(Trainer):
         self.config_text = to_toml(without_run_options(config))
         self.all_gather_object = bind_all_gather_object(self.control)
         self.engine.worker = None  # of asynchronous training
+        self.stop_check = None if self.engine.merger is None else StopCheck(self.control)
 
     def open_folder(self) -> tuple[Path, list[Path]]:
         """Collective: rank 0 chooses and creates the folder, and its observers lock it; return it and checkpoints."""
@@ -123,11 +125,20 @@ class SimpleTrainer(Trainer):
         """Return whether this rank has received a signal to stop."""
         return self.stop_request.signal_name is not None
 
+    def agree_on_stop(self, decision: Decision) -> bool:
+        """Collective: return whether any rank asks for the end; between merges by `StopCheck`."""
+        is_agreed, step = super().agree_on_stop(decision), self.progress.step
+        if self.stop_check is None or is_agreed or step == self.config.train.steps:
+            return is_agreed
+        return self.stop_check.is_stop_agreed(step, self.is_stop_requested())
+
     def notify(self, event: str, *args: Any) -> None:
         """Call a method of all observers. One that cannot write is noted once: the run does not depend on it."""
         if event == "on_note" and not self._is_started:
             self.start_notes.append(*args)
             return
+        if event == "on_last_step" and self.stop_check is not None:
+            self.stop_check.finish()
         if event == "on_end":
             _, summary = args
             summary["stop_signal"] = self.stop_request.signal_name

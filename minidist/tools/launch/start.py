@@ -159,7 +159,9 @@ def _train_on_new_ranks(config: Config, ranks: int, program: Callable | None = N
             file=sys.stderr,
             flush=True,
         )
-    preload = ("torch._dynamo", "minidist.tools.launch.run")
+    # The simple engine uses torch's optimizers as they are, which import torch's compiler.
+    needs_compiler = config.compile or config.engine == "simple"
+    preload = (*("torch._dynamo",) * needs_compiler, "minidist.tools.launch.run")
     try:
         RunLock(folder).release()  # refuses a folder that another run uses, or that cannot be written
         check_resume(run, config, corpus)

@@ -10,6 +10,44 @@ import torch.distributed as dist
 
 from minidist.tools.shm.group import ShmGroup
 
+_WATCH_S = 0.1
+_INTERRUPTIONS = 10  # after so many, `_WATCH_S` apart, a pending operation is abandoned
+
+
+class LossWatch:
+    """A thread that makes the operations of this process fail once ranks of its process groups are lost.
+
+    gloo does not wake a wait for a send that it has begun to write when the connection breaks. So the thread also sets
+    `must_abandon`, once it has interrupted the operations for a second: the `World.must_abandon` of the groups.
+
+    find_lost_rank: called in the thread; returns whether a rank is lost, as a description or None. Make the watch
+    before the groups connect: `open_before` are the files that stay open.
+    """
+
+    def __init__(self, find_lost_rank: Callable[[], str | None]):
+        self._find_lost_rank, self._stop = find_lost_rank, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loss-watch", daemon=True)
+        self.open_before, self.must_abandon = list_open_files(), threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and wait for its end."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        interruptions = 0
+        while not self._stop.wait(_WATCH_S):
+            if self._find_lost_rank():
+                interrupt_operations(self.open_before)
+                interruptions += 1
+                if interruptions == _INTERRUPTIONS:
+                    self.must_abandon.set()
+
 
 def interrupt_operations(kept_files: set[tuple[int, int]]) -> None:
     """Make every pending operation between this process and other ranks fail, on this rank and on the others.

@@ -8,8 +8,10 @@ state is that of the newest step of which the ranks hold every element in memory
 newest checkpoint. The step that failed is then repeated: its global batch is a function of the position in the data, so
 the losses are those of a run without failure.
 
-Replicas that differ between merges (local SGD, DiLoCo, gossip) go on from the newest copies, since no other replica has
-their state. If there are fewer ranks than before, the last replicas are dropped; a new replica begins as replica 0.
+Replicas that differ between merges (local SGD, DiLoCo, gossip) each go on from their own live tensors. A replica that
+has lost a rank is missing in the next merge: its tokens since the last one count for nothing. A new replica begins as
+replica 0, with a weight of 0. If a death interrupts a merge, the replicas that are left repeat it; a replica that has
+not finished a merge which another one has finished begins as that one, as it cannot be merged alone.
 
 A gradient of the failed step never reaches a parameter on one rank only: if the ranks' agreement on the step reached
 any rank, every rank updates (`Engine.apply_missed_update`); otherwise none has.
@@ -19,7 +21,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,12 @@ from minidist.fault.signals import StopSignalRecorder
 from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generation, Membership
 from minidist.tools.recovery.replicas import InMemoryState, LoadedState, MemoryCopies, load_from_memory
 from minidist.train import run_folder
-from minidist.train.checkpoint_state import checkpoint_shards, copy_first_replica, create_optimizer_states
+from minidist.train.checkpoint_state import (
+    checkpoint_shards,
+    copy_first_replica,
+    create_optimizer_states,
+    renumber_replica,
+)
 from minidist.train.observer import Observer, Recovery, RegroupRequested
 from minidist.train.trainer import Trainer
 from minidist.validation import validate
@@ -112,6 +119,37 @@ def _with_inferred_dp(config: Config) -> Config:
     return replace(config, mesh=replace(config.mesh, dp=None))
 
 
+@dataclass(frozen=True)
+class ReplicaState:
+    """What the ranks know of a live replica of a generation that has ended, where replicas differ. Equal on its ranks.
+
+    replica: its number. num_ranks: the number of its ranks. step: the number of its completed steps. merges_left: the
+    number of fragments that a merge after that step has still to merge. global_batch: in samples.
+    """
+
+    generation: int
+    replica: int
+    num_ranks: int
+    step: int
+    merges_left: int
+    global_batch: int
+
+
+def find_replicas_left(states: Sequence[ReplicaState]) -> list[ReplicaState]:
+    """Return the replicas that go on after a failure, in the order of their numbers; [] if there is none.
+
+    states: one of each rank that holds the live tensors of a replica. A replica of which a rank is missing does not go
+    on, nor one that has not finished a merge which another one has finished.
+    """
+    for generation in sorted({one.generation for one in states}, reverse=True):
+        held = sorted((one for one in states if one.generation == generation), key=lambda one: one.replica)
+        whole = [one for one in dict.fromkeys(held) if held.count(one) == one.num_ranks]
+        if whole:
+            merges_left = min(one.merges_left for one in whole)
+            return [one for one in whole if one.merges_left == merges_left]
+    return []
+
+
 class LiveRecovery(Recovery):
     """The state of live recovery in one process. It outlives failures, and restores each new `Trainer` from memory.
 
@@ -128,6 +166,7 @@ class LiveRecovery(Recovery):
         self._generation: Generation | None = None
         self._is_new = True  # this process has not trained yet
         self._held: list[InMemoryState] = []
+        self._live: list[tuple[ReplicaState, InMemoryState]] = []  # of replicas that differ, the newest first
         self._failed: tuple[Trainer, int] | None = None  # and its generation; its live tensors are not yet in `_held`
         self._copies: MemoryCopies | None = None
         self._last_step, self._failures_without_step = 0, 0
@@ -195,13 +234,21 @@ class LiveRecovery(Recovery):
         Returns False if they hold no complete state; the trainer must then load a checkpoint or start from step 0.
         """
         engine = None if self._failed is None else self._failed[0].engine
-        decisions = [one for one in trainer.all_gather_object(engine and engine.decision) if one is not None]
+        where = (self._failed[1], engine.merger.replica) if engine and engine.merger else None
+        known = trainer.all_gather_object(None if engine is None else (where, engine.decision))
+        decisions = [one[1] for one in known if one and one[0] == where and one[1] is not None]
         if engine is not None:
             if decisions:
                 engine.apply_missed_update(max(decisions, key=lambda one: one.step))
             if engine.completed_steps is not None:
-                self._held.insert(0, _hold_live_tensors(*self._failed))
+                live = _hold_live_tensors(*self._failed)
+                if engine.merger is None:
+                    self._held.insert(0, live)
+                else:
+                    self._live.insert(0, (_describe_replica(*self._failed), live))
             self._failed = None
+        gathered = trainer.all_gather_object([state for state, _ in self._live])
+        replicas_left = find_replicas_left([state for states in gathered for state in states])
 
         def make_local_shards(tensors: Mapping[str, SavedTensor]) -> list[TensorShard]:
             create_optimizer_states(trainer.engine, tensors)
@@ -209,7 +256,7 @@ class LiveRecovery(Recovery):
 
         replicas = trainer.config.num_replicas(trainer.mesh)
         loaded = load_from_memory(
-            [_with_new_replicas(one, replicas) for one in self._held],
+            [_with_new_replicas(one, replicas) for one in [*self._select_live_replica(replicas_left), *self._held]],
             make_local_shards,
             [shard.name for shard in checkpoint_shards(trainer.engine)],
             trainer.all_gather_object,
@@ -219,15 +266,33 @@ class LiveRecovery(Recovery):
         if loaded is not None:
             state = loaded.states[0]
             trainer.after_load(state)
-            if (merger := trainer.engine.merger) and merger.replica >= state["replicas"]:
-                merger.forget_progress()  # what it has copied counts once
+            if merger := trainer.engine.merger:
+                if merger.replica >= state["replicas"]:
+                    merger.forget_progress()  # what it has copied counts once
+                num_unmerged = state["num_unmerged"]
+                merger.unmerged = merger.due_fragments(state["step"] - 1)[-num_unmerged:] if num_unmerged else []
             trainer.step_time_s = state["step_time_s"]
             trainer.skipped_steps.total, trainer.skipped_steps.consecutive, last = state["skipped_steps"]
             trainer.skipped_steps.last_step = last
             if not any(one["is_reported"] for one in loaded.states):
                 trainer.interrupted_step = state["result"]
-        self._note_source(trainer, loaded)
+        self._note_source(trainer, loaded, replicas_left)
         return loaded is not None
+
+    def _select_live_replica(self, replicas_left: list[ReplicaState]) -> list[InMemoryState]:
+        """Return this rank's live tensors of `replicas_left`, with the numbers that the replicas have from now on.
+
+        Where replicas have completed different numbers of steps, all of them go on after the smallest.
+        """
+        step = min((one.step for one in replicas_left), default=0)
+        for replica, live in self._live:
+            if replica in replicas_left:
+                ahead = replica.step - step
+                position = live.state["position"] - ahead * replica.global_batch
+                state = live.state | {"step": step, "position": position, "replicas": len(replicas_left)}
+                shards = list(renumber_replica(live.shards, replica.replica, replicas_left.index(replica)))
+                return [InMemoryState(step, self._generation.number, live.origin, state, shards)]
+        return []
 
     def on_start(self, trainer: Trainer) -> None:
         """Collective: copy the training state into the memory of the ranks, with the sharding of the new trainer."""
@@ -241,7 +306,7 @@ class LiveRecovery(Recovery):
             trainer.control.rank,
         )
         self._refresh_copies(trainer)
-        self._held = []  # all ranks have loaded theirs
+        self._held, self._live = [], []  # all ranks have loaded theirs
 
     def on_step(self, trainer: Trainer) -> None:
         """Copy the training state into the memory of the ranks every `memory_every` steps (collective).
@@ -256,8 +321,11 @@ class LiveRecovery(Recovery):
             self._refresh_copies(trainer)
 
     def _refresh_copies(self, trainer: Trainer) -> None:
-        """Collective: copy the training state into the memory of the ranks, unless copies are turned off."""
-        if self._memory_every:
+        """Collective: copy the training state into the memory of the ranks, if copies are kept and of use."""
+        # A death takes one of several replicas of one rank each, and the others go on. Of replicas of several ranks,
+        # the ranks that are left may form none.
+        loses_one_replica = trainer.engine.control.size == 1 < trainer.world.size
+        if self._memory_every and not loses_one_replica:
             with trainer.groups.meter.span("memory copies"):
                 is_reported = trainer.reported_steps == trainer.progress.step  # on rank 0, too: it takes part
                 self._copies.refresh(
@@ -266,7 +334,7 @@ class LiveRecovery(Recovery):
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def _note_source(self, trainer: Trainer, loaded: LoadedState | None) -> None:
+    def _note_source(self, trainer: Trainer, loaded: LoadedState | None, replicas_left: list[ReplicaState]) -> None:
         """Note who died and arrived, and where the state comes from."""
         if self._last_failure != self._generation.number - 1:  # a spare was absent from the last generation
             self._failed_at_s = None
@@ -280,18 +348,38 @@ class LiveRecovery(Recovery):
         self._noted_deaths |= {death.member for death in deaths}
         failed_at = [at for *_, at in others if at is not None] + [death.time_s for death in deaths]
         self._failed_at_s = min(failed_at, default=None)
-        what = [self._describe_death(death, last_step + 1) for death in deaths]
+        # Replicas that differ notice a death only when they meet.
+        when = f"by the end of step {last_step + 1}" if trainer.engine.merger else f"in step {last_step + 1}"
+        what = [self._describe_death(death, when) for death in deaths]
         what += [f"process {pid} joins" for is_new, pid, *_ in others if is_new]
         size = trainer.world.size
         trainer.start_notes += [
             "; ".join(what) or "an operation between ranks failed",
             f"{size} rank{'s go' if size > 1 else ' goes'} on, {trainer.mesh}, {_describe_source(loaded, last_step)}",
         ]
+        if replicas_left:
+            trainer.start_notes.append(_describe_replicas(replicas_left, trainer.config.num_replicas(trainer.mesh)))
 
-    def _describe_death(self, death: Death, step: int) -> str:
-        """Return a death as text, with the rank that the process had. step: the step in which it died."""
+    def _describe_death(self, death: Death, when: str) -> str:
+        """Return a death as text, with the rank that the process had. when: such as "in step 3"."""
         rank = self._rank_of.get(death.member, "?")  # a new process does not know the ranks of before
-        return f"rank {rank} (process {death.pid}) died in step {step}: {death.cause}"
+        return f"rank {rank} (process {death.pid}) died {when}: {death.cause}"
+
+
+def _describe_replica(trainer: Trainer, generation: int) -> ReplicaState:
+    engine, config = trainer.engine, trainer.config
+    merger, num_ranks = engine.merger, trainer.world.size // config.num_replicas(trainer.mesh)
+    return ReplicaState(
+        generation, merger.replica, num_ranks, engine.completed_steps, len(merger.unmerged), config.train.global_batch
+    )
+
+
+def _describe_replicas(left: Sequence[ReplicaState], replicas: int) -> str:
+    """Say which replicas go on with their own state, under which numbers, and which begin anew."""
+    numbers = [str(one.replica) if one.replica == now else f"{one.replica} (now {now})" for now, one in enumerate(left)]
+    text = f"replicas that go on from their own state: {', '.join(numbers)}"
+    new = range(len(left), replicas)
+    return text + (f"; with the state of replica 0 and weight 0: {', '.join(map(str, new))}" if new else "")
 
 
 def _describe_source(loaded: LoadedState | None, last_step: int) -> str:
@@ -322,6 +410,7 @@ def _describe_progress(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
         "step_time_s": trainer.step_time_s,
         "skipped_steps": (skipped.total, skipped.consecutive, skipped.last_step),
         "replicas": trainer.config.num_replicas(trainer.mesh),
+        "num_unmerged": 0 if engine.merger is None else len(engine.merger.unmerged),
         "is_reported": is_reported,
         "result": trainer.interrupted_step if engine.decision is None else engine.decision.result,
     }

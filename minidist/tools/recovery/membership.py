@@ -20,7 +20,7 @@ Why it ends, whenever a member dies:
   that dies has either published it or not. (A counter raised before its entry is written would leave a hole behind
   which no reader looks.)
 * Step 2 waits only for live members of generation N. Such a member is not held up by generation N: a thread of each
-  rank (`_LostRankWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
+  rank (`LossWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
   fail, so it comes too. An operation that gloo does not end even so is abandoned (`World.must_abandon`). Where the
   thread cannot reach (gloo while it connects two ranks), CONNECT_TIMEOUT_S does.
 * A proposed member may have died unrecorded. Then connecting fails, and generation N + 2 begins without it. Each such
@@ -44,11 +44,9 @@ import torch.distributed as dist
 
 from minidist.comm.world import World, connect_ranks
 from minidist.errors import CommError, RunError
-from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
+from minidist.tools.recovery.connections import LossWatch, abort_groups, interrupt_operations
 
 _POLL_S = 0.005
-_WATCH_S = 0.1
-_INTERRUPTIONS = 10  # after so many, `_WATCH_S` apart, a pending operation is abandoned
 CONNECT_TIMEOUT_S = 20.0  # of gloo's connections: if a member dies just then, the others notice only after this time
 
 
@@ -122,7 +120,8 @@ class Membership:
         self.member, self._store, self._count_ranks, self._timeout_s = member, store, count_ranks, timeout_s
         self._generation = Generation(-1, tuple(range(initial_members)), initial_members)
         self._death_log, self._arrivals = _Log(store, "deaths"), _arrival_log(store, 0)
-        self._watch: _LostRankWatch | None = None
+        self._finder: _LostRankFinder | None = None
+        self._watch: LossWatch | None = None
         self.deaths: dict[int, Death] = {}
 
     def join_next_generation(self, has_failed: bool = False) -> Generation | None:
@@ -138,7 +137,8 @@ class Membership:
             self._generation, has_failed = generation, False
             self._arrivals = _arrival_log(self._store, generation.number + 1)
             if self.member in generation.ranks:
-                self._watch = _LostRankWatch(self._store, generation)
+                self._finder = _LostRankFinder(self._store, generation)
+                self._watch = LossWatch(self._finder.find_lost_rank)
                 return generation
             while self.member in generation.members and not self._is_ending() and not self._is_over():
                 time.sleep(_POLL_S)
@@ -155,7 +155,7 @@ class Membership:
         If there is such a rank, the present generation (see `Generation`) cannot continue. Only one rank of the
         generation may call this.
         """
-        return self._watch.find_lost_rank()
+        return self._finder.find_lost_rank()
 
     def is_regroup_useful(self) -> bool:
         """Return whether enough new processes have arrived that the mesh can use more ranks than now."""
@@ -181,7 +181,7 @@ class Membership:
         """
         generation, size = self._generation, self._generation.num_ranks
         rank = generation.ranks.index(self.member)
-        store = _GenerationStore(dist.PrefixStore(f"generation/{generation.number}/", self._store), self._watch)
+        store = _GenerationStore(dist.PrefixStore(f"generation/{generation.number}/", self._store), self._finder)
         backend = world.backend if size > 1 else None
         world = replace(world, rank=rank, size=size, local_rank=rank, local_size=size, backend=backend, store=store)
         world.must_abandon = self._watch.must_abandon.is_set
@@ -257,18 +257,12 @@ class Membership:
         )
 
 
-class _LostRankWatch:
-    """Looks for the ranks of a generation that have died or left it after a failure; the generation cannot go on then.
-
-    open_before: the open files of this process before it connected. Once started, a thread looks all the time, and
-    makes the operations of this process fail. must_abandon: set when an operation that is still pending will not fail.
-    """
+class _LostRankFinder:
+    """Looks for ranks of a generation that have died, or left it after a failure: it cannot go on then."""
 
     def __init__(self, store: dist.Store, generation: Generation):
         self._ranks, self._number = generation.ranks, generation.number
         self._deaths, self._arrivals = _Log(store, "deaths"), _arrival_log(store, generation.number + 1)
-        self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="loss-watch", daemon=True)
-        self.open_before, self.must_abandon = list_open_files(), threading.Event()
 
     def find_lost_rank(self) -> str | None:
         """Return which rank has died or failed, as a sentence; None if none has. Any thread may call it."""
@@ -280,25 +274,6 @@ class _LostRankWatch:
                 rank = self._ranks.index(arrival["member"])
                 return f"an operation of rank {rank} has failed, and it has left generation {self._number}"
         return None
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        interruptions = 0
-        while not self._stop.wait(_WATCH_S):
-            if self.find_lost_rank():
-                interrupt_operations(self.open_before)
-                interruptions += 1
-                if interruptions == _INTERRUPTIONS:
-                    self.must_abandon.set()
 
 
 def _arrival_log(store: dist.Store, number: int) -> "_Log":
@@ -341,9 +316,9 @@ class _GenerationStore(dist.Store):
     torch creates a process group by exchanging addresses through a store, and would wait for those of a dead rank.
     """
 
-    def __init__(self, store: dist.Store, watch: _LostRankWatch):
+    def __init__(self, store: dist.Store, finder: _LostRankFinder):
         super().__init__()
-        self._store, self._watch = store, watch
+        self._store, self._finder = store, finder
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=CONNECT_TIMEOUT_S)) -> None:
         end_s = time.monotonic() + timeout.total_seconds()
@@ -364,7 +339,7 @@ class _GenerationStore(dist.Store):
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        if loss := self._watch.find_lost_rank():
+        if loss := self._finder.find_lost_rank():
             raise dist.DistStoreError(loss)
         return self._store.check(keys)
 

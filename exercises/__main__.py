@@ -305,7 +305,7 @@ def _list(options: ListOptions, catalogue: Catalogue, work: Work) -> int:
 
 def _check(options: CheckOptions, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
-    with RankServer(preload=modules_to_preload(exercise)) as server:
+    with RankServer(preload=modules_to_preload([exercise])) as server:
         if options.file:
             verdict = check(exercise, options.file, server)
             text = report.format_verdict(verdict, hints_left(exercise, work))
@@ -316,7 +316,7 @@ def _check(options: CheckOptions, catalogue: Catalogue, work: Work) -> int:
 
 
 def _watch(options: WatchOptions, catalogue: Catalogue, work: Work) -> int:
-    with RankServer(preload=PRELOAD) as server:
+    with RankServer(preload=modules_to_preload(catalogue.values())) as server:
         Watcher(catalogue, work, server, options.name).run()
     return 0
 
@@ -432,7 +432,7 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
     if options.trial is not None:
         with tempfile.TemporaryDirectory(prefix="minidist-gate-") as folder:
             return 0 if trial.run_trial(options.trial, chosen, Path(folder)) else 1
-    with RankServer(preload=PRELOAD) as server:
+    with RankServer(preload=modules_to_preload(chosen)) as server:
         if options.mutate:
             return 0 if mutate.run_mutants(chosen, server) else 1
         if options.mistakes or options.conditions:

@@ -1,8 +1,9 @@
 """Grades a learner's file: runs every test on fresh ranks and turns every kind of failure into a short finding."""
 
+import ast
 import importlib.util
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,19 +22,12 @@ if TYPE_CHECKING:
 
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
-# Modules preloaded for the ranks. torch's optimizers import torch._dynamo, which takes a second per rank.
-_BASE_MODULES = (
-    *(
-        "numpy",
-        "minidist.data.partition",
-        "minidist.parallel.data.buckets",
-        "minidist.train.loss",
-        "minidist.zero.reducer",
-    ),
-    *("exercises.network", "exercises.observations", "exercises.rank_tests", "exercises.side_effects"),
+# Modules of the grader, preloaded for the ranks. The optimizers of torch import torch._dynamo: a second for each rank.
+_GRADER = (
+    *("numpy", "exercises.network", "exercises.observations", "exercises.rank_tests", "exercises.side_effects"),
     "exercises.shared_code",  # the last: it remembers the functions of the others
 )
-PRELOAD = (*_BASE_MODULES, "torch._dynamo")
+PRELOAD = ("torch._dynamo", *_GRADER)
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # Pieces that use our custom operators or torch's optimizers, or count operators, import torch._dynamo. It writes a
 # file, for which the answer would be blamed.
@@ -80,9 +74,25 @@ class Verdict:
         return sum(result.points for result in self.results)
 
 
-def modules_to_preload(exercise: Exercise) -> tuple[str, ...]:
-    """Return the modules that a rank server should preload to grade only this exercise."""
-    return PRELOAD if exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS) else _BASE_MODULES
+def modules_to_preload(exercises: Iterable[Exercise]) -> tuple[str, ...]:
+    """Return the modules that a rank server should preload to grade only these exercises.
+
+    They are the grader's, those that define the pieces, and what the tests import: each rank would do it again.
+    """
+    exercises = list(exercises)
+    found = {module for exercise in exercises for module in exercise.modules}
+    for exercise in exercises:
+        for node in ast.parse(exercise.test_file.read_text()).body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module)
+    of_tests = sorted(name for name in found if name.split(".")[0] in ("torch", "numpy", "minidist", "exercises"))
+    return (*of_tests, *(PRELOAD if any(map(_needs_operators, exercises)) else _GRADER))
+
+
+def _needs_operators(exercise: Exercise) -> bool:
+    return exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS)
 
 
 def check(
@@ -98,9 +108,9 @@ def check(
 ) -> Verdict:
     """Run the exercise's tests on the file `answer`; return the verdict, which depends only on the file.
 
-    server: started with PRELOAD, so that ranks start fast. only: run only these tests. hang_s: seconds without progress
-    after which ranks count as hanging. stop: at the first finding. measured: earlier results of a prediction's
-    scenarios; None: run them. condition: the only kind of `exercises.conditions` to check; None for all.
+    server: started with `modules_to_preload`, so that ranks start fast. only: run only these tests. hang_s: seconds
+    without progress after which ranks count as hanging. stop: at the first finding. measured: earlier results of a
+    prediction's scenarios; None: run them. condition: the only kind of `exercises.conditions` to check; None for all.
     """
     answer = answer.resolve()
     if not answer.is_file():

@@ -6,7 +6,6 @@ record, which is appended to `FOLDER.grades.jsonl` at once. A run that was stopp
 submissions, checks only what has no record for the same file and the same version of the course.
 """
 
-import ast
 import contextlib
 import csv
 import io
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from exercises.catalogue import Catalogue, Exercise
-from exercises.check import PRELOAD, check
+from exercises.check import check, modules_to_preload
 from exercises.report import MAX_LINES, as_json, format_finding
 from exercises.sandbox import SandboxedRankServer
 from exercises.stuck_ranks import find_stuck_ranks
@@ -299,20 +298,8 @@ def _exit_by_signal(number: int, _frame) -> None:
 
 def _start_server(kind: str, root: Path) -> RankServer:
     """Start a rank server, in a sandbox unless `kind` is "none", with the modules of all tests."""
-    preload = (*PRELOAD, *modules_of_tests(Catalogue(root)))
+    preload = modules_to_preload(Catalogue(root).values())
     return RankServer(preload=preload) if kind == "none" else SandboxedRankServer(kind, preload, root)
-
-
-def modules_of_tests(catalogue: Catalogue) -> list[str]:
-    """List the modules that the tests import and those that define the pieces: preloading them saves time."""
-    found = {module for exercise in catalogue.values() for module in exercise.modules}
-    for exercise in catalogue.values():
-        for node in ast.parse(exercise.test_file.read_text()).body:
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                found.add(node.module)
-    return sorted(name for name in found if name.split(".")[0] in ("torch", "numpy", "minidist", "exercises"))
 
 
 def _check(exercise: Exercise, content: bytes, server: RankServer, measured: dict) -> dict:

@@ -5,14 +5,22 @@ that replaces `torch.Tensor.tolist`, `len` or `exercises.testing.expect` could m
 module remembers the functions, classes and methods of the libraries, the package and the grader before the answer is
 loaded, and compares by identity afterwards. The guard hears of a function whose body is replaced.
 
+To look at an object is to count a reference to it, which copies a page of the memory that a rank shares with its
+server: 4,000 pages for all functions, a third of the time of a short check. So only what has changed is looked at:
+CPython gives a dictionary another version with every change (PEP 509), up to Python 3.13. Other Pythons look at
+everything.
+
 Not covered: objects that are no functions, such as the attributes of a group, and a replacement that is undone before
 the next check. Complete protection needs tests outside the process of the answer.
 """
 
 import builtins
+import ctypes
+import gc
 import sys
-from builtins import all, len, map, next, zip  # noqa: UP029  an answer could replace the built-in functions
-from collections.abc import Mapping
+from array import array
+from builtins import all, id, len, map, next, range, zip  # noqa: UP029  an answer could replace the built-in functions
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from types import FunctionType, ModuleType
@@ -61,6 +69,38 @@ _SET_BY_TORCH = {("sys", "excepthook"), ("torch", "Storage"), ("torch", "manual_
 _OWN = ("exercises", "exercise_tests", "minidist")  # packages whose classes are watched with their methods
 _BUILTINS = frozenset(vars(builtins))
 _BODY = ("__code__", "__defaults__", "__kwdefaults__")
+# A dictionary begins with the head of every object and its length; then comes its version.
+_VERSION_OFFSET = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+
+
+class _Version(ctypes.c_uint64):
+    """The version at an address. Its `value` is that of ctypes, whatever an answer does to the class of ctypes."""
+
+    value = ctypes.c_uint64.value
+
+
+def _has_versions() -> bool:
+    """Whether a dictionary of this Python has another version after every change, and only then."""
+    if sys.implementation.name != "cpython":
+        return False
+    sample: dict[str, Any] = {"key": None}
+    version = _Version.from_address(id(sample) + _VERSION_OFFSET)
+    seen = [version.value]
+    sample.get("key")
+    seen.append(version.value)
+    for value in (1, None):
+        sample["key"] = value
+        seen.append(version.value)
+    del sample["key"]
+    return seen[0] == seen[1] and len({*seen, version.value}) == 4
+
+
+_HAS_VERSIONS = _has_versions()
+
+
+def _version_address(live: Mapping) -> int:
+    """Return where the version of a dictionary is, or of the dictionary behind a view of it."""
+    return id(live if isinstance(live, dict) else gc.get_referents(live)[0]) + _VERSION_OFFSET
 
 
 class _Namespace:
@@ -105,38 +145,45 @@ class SharedCode:
     the process is prepared and its tests are loaded.
     """
 
-    _namespaces: dict[int, _Namespace] = field(default_factory=dict)  # by the id of the module or class
+    _namespaces: list[_Namespace] = field(default_factory=list)
+    _addresses: array = field(default_factory=lambda: array("Q"))  # of the version of each namespace's dictionary
+    _versions: array = field(default_factory=lambda: array("Q"))  # of each namespace that is known to be right
+    _known: set[int] = field(default_factory=set)  # the ids of the modules and classes
     _functions: dict[int, tuple[str, FunctionType]] = field(default_factory=dict)
     _modules: dict[str, ModuleType] = field(default_factory=dict)
-    _met_first: list[_Namespace] = field(default_factory=list)
+    _last_module: str = ""  # of those in `sys.modules`, which later ones follow
+    _met_first: list[int] = field(default_factory=list)  # indices of namespaces
 
     def add_modules(self) -> None:
         """Watch the modules of `_LIBRARIES` and `_OWN` that are loaded and not yet watched."""
-        for name, module in list(sys.modules.items()):
-            is_own = name.split(".")[0] in _OWN
+        for name in self._new_modules():
+            module, is_own = sys.modules[name], name.split(".")[0] in _OWN
             if isinstance(module, ModuleType) and (is_own or name in _LIBRARIES):
                 self._modules[name] = module
-            if isinstance(module, ModuleType) and (is_own or name in _LIBRARIES) and id(module) not in self._namespaces:
-                self._watch_namespace(name, module, _BUILTINS, is_own)
+                if id(module) not in self._known:
+                    self._watch_namespace(name, module, _BUILTINS, is_own)
         for each in _CLASSES:
             self._watch_class(f"{each.__module__}.{each.__qualname__}", each)
 
     def accept_changes(self) -> None:
         """Watch what has been loaded since, and take the present state for the right one."""
         self.add_modules()
-        for namespace in self._namespaces.values():
-            if namespace.find_change() is not None:
-                namespace.accept_changes()
-        self._met_first = [each for each in self._namespaces.values() if each.label in _MET_FIRST]
+        for index in self._changed(range(len(self._namespaces))):
+            if self._namespaces[index].find_change() is not None:
+                self._namespaces[index].accept_changes()
+            self._versions[index] = _Version.from_address(self._addresses[index]).value
 
     def find_change(self, only_met_first: bool = False) -> str | None:
         """Return the dotted name of something that is not what it was; None if there is nothing.
 
-        only_met_first: look only at the few places that a result meets first, in a tenth of a millisecond.
+        only_met_first: look only at the few places that a result meets first, in a few microseconds.
         """
-        for namespace in self._met_first if only_met_first else self._namespaces.values():
+        for index in self._changed(self._met_first if only_met_first else range(len(self._namespaces))):
+            namespace = self._namespaces[index]
+            version = _Version.from_address(self._addresses[index]).value
             if (name := namespace.find_change()) is not None:
                 return f"{namespace.label}.{name}"
+            self._versions[index] = version
         if only_met_first:
             return None
         for name, module in self._modules.items():
@@ -153,12 +200,35 @@ class SharedCode:
         label, function = self._functions.get(id(target), ("", None))
         return describe_change(label) if function is target and attribute in _BODY else None
 
+    def _changed(self, indices: Iterable[int]) -> Iterable[int]:
+        """Return those of these namespaces that may have changed since they were known to be right."""
+        if not _HAS_VERSIONS:
+            return indices
+        addresses, versions, read = self._addresses, self._versions, _Version.from_address
+        return [index for index in indices if read(addresses[index]).value != versions[index]]
+
+    def _new_modules(self) -> list[str]:
+        """Return the names in `sys.modules` that were added since the last call, or all if that is unknown."""
+        last, names = self._last_module, []
+        for name in reversed(sys.modules):
+            if name == last:
+                break
+            names.append(name)
+        self._last_module = names[0] if names else last
+        return names[::-1]
+
     def _watch_namespace(self, label: str, owner: Any, inherited: frozenset[str], is_own: bool) -> None:
         """Watch the functions and classes of a module or class.
 
         label: its name. inherited: see `_Namespace`. is_own: whether to watch the classes in it, too.
         """
-        namespace = self._namespaces[id(owner)] = _Namespace(label, vars(owner), inherited)
+        namespace = _Namespace(label, vars(owner), inherited)
+        if label in _MET_FIRST:
+            self._met_first.append(len(self._namespaces))
+        self._known.add(id(owner))
+        self._namespaces.append(namespace)
+        self._addresses.append(_version_address(namespace.live))
+        self._versions.append(_Version.from_address(self._addresses[-1]).value)
         for name, value in namespace.code().items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(function, FunctionType):
@@ -168,7 +238,7 @@ class SharedCode:
 
     def _watch_class(self, label: str, owner: type) -> None:
         """Watch a class, unless it is watched already."""
-        if id(owner) not in self._namespaces:
+        if id(owner) not in self._known:
             inherited = frozenset(name for base in owner.__mro__[1:] for name in vars(base))
             self._watch_namespace(label, owner, inherited, True)
 

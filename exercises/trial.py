@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from exercises import report, stubs
 from exercises.answers import Answer, read_answers
 from exercises.catalogue import Catalogue, Exercise
-from exercises.check import PRELOAD, check
+from exercises.check import check, modules_to_preload
 from exercises.condition_report import TEST
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
@@ -73,6 +73,7 @@ def run_trial(folder: Path, exercises: Iterable[Exercise], into: Path) -> bool:
 
     into: for the programs. Returns whether every wrong answer failed and every right one passed.
     """
+    exercises = list(exercises)
     trial, servers = read_trial(folder, exercises, into), SimpleQueue()
 
     def grade(one: tuple[Exercise, Answer, Path]) -> Outcome:
@@ -89,7 +90,7 @@ def run_trial(folder: Path, exercises: Iterable[Exercise], into: Path) -> bool:
     outcomes = []
     with ExitStack() as stack, ThreadPoolExecutor(usable_cores()) as pool:
         for _ in range(usable_cores()):
-            servers.put(stack.enter_context(RankServer(preload=PRELOAD)))
+            servers.put(stack.enter_context(RankServer(preload=modules_to_preload(exercises))))
         for outcome in pool.map(grade, trial):
             outcomes.append(outcome)
             if not outcome.is_graded_correctly:

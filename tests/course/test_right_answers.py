@@ -51,7 +51,7 @@ def test_libraries_may_be_imported_by_an_answer(tmp_path):
     """The import of torch._dynamo, which torch.compiler.disable needs, opens files for writing."""
     exercise = CATALOGUE["block_partition"]
     text = stubs.solution_code(exercise).replace("def block", "@torch.compiler.disable\ndef block")
-    with RankServer(preload=modules_to_preload(exercise)) as server:
+    with RankServer(preload=modules_to_preload([exercise])) as server:
         must_pass(server, exercise, "import torch\n" + text, tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_libraries_may_be_imported_by_an_answer(tmp_path):
 def test_torch_may_set_its_own_environment_variables(tmp_path):
     """On a server that has not imported torch's compiler, as in a single check."""
     exercise = CATALOGUE["zero_stage_one"]
-    with RankServer(preload=modules_to_preload(exercise)) as server:
+    with RankServer(preload=modules_to_preload([exercise])) as server:
         must_pass(server, exercise, stubs.solution_code(exercise), tmp_path)
 
 

@@ -37,10 +37,10 @@ def parse_config_text(
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name} is not a TOML file: {error}") from None
     values.pop("ranks", None)  # of the command line
-    return _merge(base or Config(), values, name, "", suggest_option)
+    return _merge_values(base or Config(), values, name, "", suggest_option)
 
 
-def _merge(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
+def _merge_values(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
     hints = typing.get_type_hints(type(into))
     changes = {}
     hints = {item.name: hints[item.name] for item in option_fields(into)}
@@ -56,7 +56,7 @@ def _merge(into: Any, values: dict, path: str, prefix: str, suggest_option: Call
                 meant = suggest_option(name)
                 guess = f"; did you mean {meant}?" if meant else ""
                 raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below{guess}")
-            changes[key] = _merge(getattr(into, key), value, path, name + ".", suggest_option)
+            changes[key] = _merge_values(getattr(into, key), value, path, name + ".", suggest_option)
         else:
             changes[key] = convert_toml_value(value, hints[key], f"{path}: {name}")
     return dataclasses.replace(into, **changes)
@@ -84,10 +84,10 @@ def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise UserError(f"{name} is {value!r}, {_TOML_NAMES.get(type(value), 'a date')}; it must be {_expected(kind)}")
+    raise UserError(f"{name} is {value!r}, {_TOML_NAMES.get(type(value), 'a date')}; it must be {_describe_type(kind)}")
 
 
-def _expected(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return "a list of numbers"
     return "a text" if kind is Path else _TOML_NAMES[kind]

@@ -91,15 +91,15 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows are first <= i < last
     if first > last:  # everything inside one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        yield from _boxes_in_row(shape, last, start - last * row, stop - last * row)
         return
-    yield from _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
+    yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
     if first < last:
         yield Box((first,) + (0,) * (len(shape) - 1), (last,) + shape[1:])
-    yield from _in_row(shape, last, 0, stop - last * row)
+    yield from _boxes_in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
     for box in _flat_boxes(shape[1:], start, stop):
         yield Box((row, *box.start), (row + 1, *box.stop))
 

@@ -34,13 +34,13 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
         return specs
     replicas = tuple(tuple(range(first, first + each)) for first in range(0, mesh.dp, each))
     return [
-        *(_in_each_replica(spec, replicas) for spec in specs),
+        *(_repeat_in_each_replica(spec, replicas) for spec in specs),
         GroupSpec("replica", AXES, (("dp", replicas),)),
         GroupSpec("outer", ("dp",), (("dp", tuple(zip(*replicas, strict=True))),)),
     ]
 
 
-def _in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> GroupSpec:
+def _repeat_in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> GroupSpec:
     """Return the spec, made for the first replica, with its groups in every replica. replicas: their dp coordinates."""
     if "dp" not in spec.axes:
         return spec
@@ -52,15 +52,15 @@ def _in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> Grou
 
 def _replica_group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Return the specs of all process groups inside a replica. mesh: of the replica."""
-    shard_spec, replica_spec = _gradient_specs(mesh, config)
+    shard_spec, replica_spec = _gradient_group_specs(mesh, config)
     specs = [shard_spec, *DEFAULT_GROUP_SPECS[1:]]
     if config.zero.stage and replica_spec.axes:
         specs.append(replica_spec)
     if mesh.tp > 1:
         specs.append(GroupSpec("tensor", ("tp",)))
-        specs += _summed_over_tensor(mesh.tp, config, replica_spec)
+        specs += _partial_gradient_specs(mesh.tp, config, replica_spec)
     if config.optim.kind == "muon":
-        specs += _matrices(mesh, config, shard_spec)
+        specs += _matrix_group_specs(mesh, config, shard_spec)
     if mesh.cp > 1:
         specs.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
@@ -73,7 +73,7 @@ def _replica_group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     return specs
 
 
-def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
+def _gradient_group_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     """Return the group over which ZeRO shards gradients, and the group of the replicas of each shard.
 
     Without ZeRO nothing is sharded: both have all ranks that process different tokens.
@@ -90,14 +90,14 @@ def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     )
 
 
-def _matrices(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSpec]:
+def _matrix_group_specs(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSpec]:
     """Return the group over which ZeRO or tensor parallelism shards a matrix, in which Muon exchanges it."""
     sharded = config.zero.shard_group_size(mesh) > 1
     axes = (*(shard_spec.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
     return [GroupSpec("matrices", axes, shard_spec.axis_partitions if sharded else ())] if axes else []
 
 
-def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
+def _partial_gradient_specs(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
     """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `replica_spec`."""
     specs = []
     axes = (*replica_spec.axes, "tp")

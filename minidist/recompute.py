@@ -61,7 +61,7 @@ def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Enough(Exception):
+class _AllRecomputed(Exception):
     """Stops the second run once all saved tensors have been recomputed."""
 
 
@@ -97,12 +97,12 @@ class _RecomputationHooks:
         def keep(tensor: Tensor) -> None:
             found.append(tensor.detach())
             if len(found) == len(self._saved):  # skips the rest of the forward, which is not needed
-                raise _Enough
+                raise _AllRecomputed
 
-        with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
+        with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _refuse_backward):
             for mode in self._modes:
                 stack.enter_context(mode)
-            with suppress(_Enough):
+            with suppress(_AllRecomputed):
                 self._run(*_detached(self._args))
         kinds = [(tensor.shape, tensor.dtype) for tensor in found]
         if kinds != self._saved:
@@ -114,7 +114,7 @@ class _RecomputationHooks:
         return found
 
 
-def _never(_: None) -> Tensor:
+def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("a recomputed graph is there for its tensors: no backward goes through it")
 
 

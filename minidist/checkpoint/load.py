@@ -71,7 +71,7 @@ def load_checkpoint(
         _check_fits(index, plans, prefix)
         run_on_all_ranks(all_gather_object, check)
         run_on_all_ranks(all_gather_object, lambda: _check_headers(index, reads))
-        run_on_all_ranks(all_gather_object, lambda: _read(index, reads))
+        run_on_all_ranks(all_gather_object, lambda: _read_into_shards(index, reads))
     except ErrorOnAnyRank as failure:
         if not failure.found_damage:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
@@ -114,7 +114,7 @@ def _check_headers(index: Index, reads: dict[str, list]) -> None:
             raise DamagedError(f"{index.path / file} is not the file that its index describes: {error}") from error
 
 
-def _read(index: Index, reads: dict[str, list]) -> None:
+def _read_into_shards(index: Index, reads: dict[str, list]) -> None:
     for file, boxes in reads.items():
         with safe_open(index.path / file, framework="pt") as stream:
             for shard, source, box in boxes:

@@ -27,7 +27,7 @@ from minidist.fault.collective_errors import ErrorOnAnyRank, GatherObjects, gath
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     """A save in flight. file: the outcome of writing this rank's file. is_committed: on rank 0, whether it is complete
     already."""
 
@@ -64,7 +64,7 @@ class CheckpointSaver:
         self._num_ranks = 0  # of the last save
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
-        self._save: _Save | None = None
+        self._save: _PendingSave | None = None
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         self.writes_entries = False
 
@@ -110,7 +110,9 @@ class CheckpointSaver:
 
         def merge():
             if self._rank == 0:
-                self._tensors = format_tensors(shards.merge_plans(plans, [_file(at) for at in range(len(plans))]))
+                self._tensors = format_tensors(
+                    shards.merge_plans(plans, [_rank_file_name(at) for at in range(len(plans))])
+                )
 
         try:
             outcomes = run_on_all_ranks(self.all_gather_object, describe)
@@ -125,7 +127,7 @@ class CheckpointSaver:
         except ErrorOnAnyRank as failure:
             raise self._make_error(step, failure) from failure.__cause__
         to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
-        self._save = _Save(step, state, self._start_writing(step, to_save, copy))
+        self._save = _PendingSave(step, state, self._start_writing(step, to_save, copy))
 
     def finish_save(self) -> Path | None:
         """Collective: wait until all ranks have written their files, complete the checkpoint, and return its folder.
@@ -167,15 +169,15 @@ class CheckpointSaver:
         folder = folders.checkpoint_folder(self.root, save.step, ".partial")
         with contextlib.suppress(OSError):
             names = set(os.listdir(folder))  # one look at the folder, however many ranks there are
-            if all(_entry_file(at) in names for at in range(self._num_ranks)):
-                self._commit(save, [_read_entry(folder / _entry_file(at)) for at in range(self._num_ranks)])
+            if all(_entry_file_name(at) in names for at in range(self._num_ranks)):
+                self._commit(save, [_read_entry(folder / _entry_file_name(at)) for at in range(self._num_ranks)])
                 return folders.checkpoint_folder(self.root, save.step)
         return None
 
-    def _commit(self, save: _Save, entries: list[FileEntry | None]) -> None:
+    def _commit(self, save: _PendingSave, entries: list[FileEntry | None]) -> None:
         """On rank 0, complete a checkpoint whose files are all on disk. entries: of the files, by rank."""
         folder = folders.checkpoint_folder(self.root, save.step, ".partial")
-        files = {_file(at): entry for at, entry in enumerate(entries) if entry}
+        files = {_rank_file_name(at): entry for at, entry in enumerate(entries) if entry}
         for name, entry in files.items():
             if not (file := folder / name).exists() or file.stat().st_size != entry.num_bytes:
                 raise OSError(f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks")
@@ -183,7 +185,7 @@ class CheckpointSaver:
         (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, self._tensors))
         folders.fsync_path(folder / INDEX_NAME)
         for at in range(len(entries) if self.writes_entries else 0):
-            (folder / _entry_file(at)).unlink(missing_ok=True)
+            (folder / _entry_file_name(at)).unlink(missing_ok=True)
         folders.commit_checkpoint(self.root, save.step)
         save.is_committed = True
 
@@ -193,15 +195,17 @@ class CheckpointSaver:
 
     def _start_writing(self, step: int, tensors: dict[str, Tensor], copy: bool) -> "Future[FileEntry | None]":
         """Copy this rank's tensors, if asked, and let the thread write them. An error is the future's outcome."""
-        file = folders.checkpoint_folder(self.root, step, ".partial") / _file(self._rank)
+        file = folders.checkpoint_folder(self.root, step, ".partial") / _rank_file_name(self._rank)
         try:
             self.on_phase("copy", step)
             tensors, ready = self._copy_to_host(tensors) if copy else (tensors, None)
         except Exception as error:
             (failed := Future()).set_exception(error)
             return failed
-        entry_file = file.with_name(_entry_file(self._rank)) if self.writes_entries else None
-        return self._writer.submit(_write, file, tensors, ready, lambda: self.on_phase("write", step), entry_file)
+        entry_file = file.with_name(_entry_file_name(self._rank)) if self.writes_entries else None
+        return self._writer.submit(
+            _write_rank_file, file, tensors, ready, lambda: self.on_phase("write", step), entry_file
+        )
 
     def _copy_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy tensors into host memory; the event, on CUDA, says when the copies are complete.
@@ -250,15 +254,15 @@ def save_checkpoint(
         saver.close()
 
 
-def _file(rank: int) -> str:
+def _rank_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _entry_file(rank: int) -> str:
+def _entry_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.written.json"
 
 
-def _write(
+def _write_rank_file(
     file: Path,
     tensors: dict[str, Tensor],
     ready: torch.cuda.Event | None,

@@ -157,12 +157,12 @@ def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
     for shard in local_shards:
         dtype_name, shape, boxes = tensors.setdefault(shard.name, (shard.dtype_name, shard.shape, []))
         if (dtype_name, shape) != (shard.dtype_name, shard.shape):
-            raise _mismatch(shard.name, (dtype_name, shape), (shard.dtype_name, shard.shape))
+            raise _mismatch_error(shard.name, (dtype_name, shape), (shard.dtype_name, shard.shape))
         boxes += [shard.box] if shard.is_saved_here and shard.box.numel else []
     kinds: dict[tuple, list[tuple[str, str]]] = {}
     for name, (dtype_name, shape, boxes) in tensors.items():
         prefix = name[: name.find("/") + 1]
-        key = name.removeprefix(prefix), shape, _as_parts(shape, boxes)
+        key = name.removeprefix(prefix), shape, _merge_into_parts(shape, boxes)
         kinds.setdefault(key, []).append((prefix, dtype_name))
     return [(parameter, shape, tuple(found), parts) for (parameter, shape, parts), found in kinds.items()]
 
@@ -184,7 +184,7 @@ def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedT
             tensor = SavedTensor(dtype_name, shape, parts)
             if (known := tensors.setdefault(prefix + parameter, tensor)) is not tensor:
                 if (known.dtype_name, known.shape) != (dtype_name, shape):
-                    raise _mismatch(prefix + parameter, (known.dtype_name, known.shape), (dtype_name, shape))
+                    raise _mismatch_error(prefix + parameter, (known.dtype_name, known.shape), (dtype_name, shape))
                 tensors[prefix + parameter] = SavedTensor(dtype_name, shape, known.parts + parts)
     for name, tensor in tensors.items():
         check_covered(name, tensor)
@@ -256,11 +256,11 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
         raise ValueError(f"{name}: {count} of {total} elements are written ({given}{more})")
 
 
-def _mismatch(name: str, here: tuple, there: tuple) -> ValueError:
+def _mismatch_error(name: str, here: tuple, there: tuple) -> ValueError:
     return ValueError(f"{name} is {here[0]} of shape {here[1]} here and {there[0]} {there[1]} there")
 
 
-def _as_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
+def _merge_into_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
     """Return boxes as (start, stop): one flat range if they are the boxes of one, else each a range or a box."""
     if not boxes:
         return ()
@@ -270,7 +270,7 @@ def _as_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
         return ((start, stop),)
     if len(boxes) == 1:
         return ((boxes[0].start, boxes[0].stop),)
-    return tuple(part for box in boxes for part in _as_parts(shape, [box]))
+    return tuple(part for box in boxes for part in _merge_into_parts(shape, [box]))
 
 
 def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:

@@ -105,12 +105,12 @@ class Groups(Mapping[str, Group]):
 
 # A torch.library op takes tensors and strings, so it cannot take its group as an argument. This is the one table of the
 # package that outlives a call; it keeps no group alive.
-_LIVE: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
+_GROUPS_BY_KEY: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
 def find_group(key: str) -> Group:
     """Return the group of this process whose `Group.key` is `key`. Raises KeyError if there is no such group."""
-    return _LIVE[key]
+    return _GROUPS_BY_KEY[key]
 
 
 def bind(
@@ -155,7 +155,7 @@ def bind(
         if own_ranks is None:
             continue
         group = Group(spec.name, own_ranks, own_ranks.index(world.rank), own_process_group, world, meter)
-        groups[spec.name] = _LIVE[group.key] = group
+        groups[spec.name] = _GROUPS_BY_KEY[group.key] = group
         if spec is CONTROL and check is not None:
             check(group)
     world.status.on_resume()

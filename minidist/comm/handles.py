@@ -18,7 +18,7 @@ from minidist.errors import CommError
 
 Result = TypeVar("Result")
 
-_CHECK_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 
 
 class _Hints(threading.local):
@@ -101,7 +101,7 @@ class Handle:
                 at = self._launched[i if len(self._works) == len(self._launched) else -1]
                 status.on_wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
-                    self._wait_for(work)
+                    self._wait_for_work(work)
                     if any(tensor.is_cuda for tensor in self._tensors):
                         if host:
                             torch.cuda.current_stream().synchronize()
@@ -120,7 +120,7 @@ class Handle:
         self._tensors = []
         self._on_complete = None
 
-    def _wait_for(self, work: dist.Work) -> None:
+    def _wait_for_work(self, work: dist.Work) -> None:
         must_abandon = self._group.world.must_abandon
         # gloo can lose an error: when a connection breaks, it does not wake the thread that waits for a send which it
         # has begun to write (`Pair::signalException` passes over the queue of writes). Only a timeout ends that wait.
@@ -152,7 +152,7 @@ def wait_in_helper_thread(wait: Callable[[], Result], check: Callable[[], None] 
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(_CHECK_S):
+    while not done.wait(_CHECK_INTERVAL_S):
         check()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]

@@ -58,7 +58,7 @@ class DropoutAddress:
         """
         features = torch.arange(num_features, device=self._token_hashes.device)
         rows = mix(self._token_hashes ^ signed(mix_int(site)))
-        return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
+        return DropoutKeys(_lower_half(rows), _upper_half(rows), _upper_half(mix(features)))
 
 
 def dropout_site_index(layer: int, branch: int) -> int:
@@ -89,9 +89,9 @@ def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
     return hidden * keep_mask(keys, p) * (1 / (1 - p))
 
 
-def _high(x: Tensor) -> Tensor:
+def _upper_half(x: Tensor) -> Tensor:
     return (x >> 32).to(torch.int32)
 
 
-def _low(x: Tensor) -> Tensor:
+def _lower_half(x: Tensor) -> Tensor:
     return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast is never out of range

@@ -113,10 +113,10 @@ class Engine:
         with self.groups.meter.span("reduce"):
             self.finish_reductions_and_unscale()
         self._awaited_decision = step, lr
-        result = self._agree(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
+        result = self._decide_step(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
         if on_gradients_reduced is not None:
             on_gradients_reduced()
-        self._carry_out(self.decision, lr)
+        self._apply_decision(self.decision, lr)
         merged = False
         if self.merger is not None:
             self.completed_steps = None  # after a failed merge the replicas would differ in what they have merged
@@ -149,9 +149,9 @@ class Engine:
             self.scaler.update(decision.result.overflowed)
         self.reducer.exclude_unused(decision.use_counts)
         self.decision = decision
-        self._carry_out(decision, self._awaited_decision[1])
+        self._apply_decision(decision, self._awaited_decision[1])
 
-    def _carry_out(self, decision: Decision, lr: float) -> None:
+    def _apply_decision(self, decision: Decision, lr: float) -> None:
         """Update this rank's masters as decided, without communication (but for Muon's)."""
         self._awaited_decision = self.completed_steps = None
         if decision.result.update_successful:
@@ -165,7 +165,7 @@ class Engine:
         if self.scaler is not None:
             self.reducer.scale_gradients(1 / self.scaler.scale)
 
-    def _agree(
+    def _decide_step(
         self,
         step: int,
         loss: float | Tensor,

@@ -87,7 +87,7 @@ class ForwardBackward:
         scale = 1.0 if self.scaler is None else self.scaler.scale
         for i, batch in enumerate(batches):
             self._last_micro_batch = i == len(batches) - 1
-            if not self._skips(batch):
+            if not self._is_skipped(batch):
                 with self.groups.meter.span("forward", micro_batch=i):
                     loss_sum = self.forward_loss(step, batch)
                 with self.groups.meter.span("backward", micro_batch=i):
@@ -97,18 +97,18 @@ class ForwardBackward:
 
     def forward_loss(self, step: int, batch: Batch) -> Tensor:
         """Run forward of a micro-batch and return the sum of its token losses, () in nats. Not for a pipeline."""
-        batch, address = self._addressed(step, batch)
+        batch, address = self._to_device_with_address(step, batch)
         return self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
 
     def _gradients_are_ready(self) -> bool:
         """Whether the running backward is the last before gradients are reduced."""
         return self.reducer.reduces_each_micro_batch or self._last_micro_batch
 
-    def _skips(self, batch: Batch) -> bool:
+    def _is_skipped(self, batch: Batch) -> bool:
         """Whether to skip a batch without samples: not where the forward gathers parameters, as all ranks take part."""
         return len(batch.samples) == 0 and self.reducer.gatherer is None
 
-    def _addressed(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
+    def _to_device_with_address(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
         batch = batch.to(self.device)
         where = self._positions(batch.tokens.shape[1] * self._mesh.cp)
         return batch, DropoutAddress(self.seed, step, batch.samples, where)
@@ -120,21 +120,21 @@ class ForwardBackward:
             return 0.0
         scale = 1.0 if self.scaler is None else self.scaler.scale
         losses: list[Tensor] = []
-        addressed = [self._addressed(step, batch) for batch in batches]
+        addressed = [self._to_device_with_address(step, batch) for batch in batches]
 
         def part(chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            out = self._part(chunk, *addressed[micro_batch], hidden)
+            out = self._run_chunk(chunk, *addressed[micro_batch], hidden)
             if isinstance(out, Tensor):
                 return out
             loss = out[0] * weight / count.value
             losses.append(loss.detach())
             return loss * scale
 
-        empty = [i for i, batch in enumerate(batches) if self._skips(batch)]
+        empty = [i for i, batch in enumerate(batches) if self._is_skipped(batch)]
         self.pipeline.run(part, lambda micro_batch: self._empty_hidden(batches[micro_batch]), empty)
         return torch.stack(losses).sum() if losses else 0.0
 
-    def _part(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
+    def _run_chunk(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
         """Run one part of the model: return hidden states, or the loss sum and the token count after the last part."""
         layers = self._parallel.layer_range(chunk)
         return self.model(
@@ -153,14 +153,18 @@ class ForwardBackward:
         batches: this rank's, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
         """
         sums = [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        addressed = [self._addressed(0, batch) for batch in self.shard_sequences(batches) if not self._skips(batch)]
+        addressed = [
+            self._to_device_with_address(0, batch)
+            for batch in self.shard_sequences(batches)
+            if not self._is_skipped(batch)
+        ]
 
         def record(loss_sum: Tensor, count: Tensor) -> Tensor:
             sums.append(torch.stack([loss_sum.double(), count.double()]))
             return loss_sum
 
         def part(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
-            out = self._part(chunk, *addressed[i], hidden)
+            out = self._run_chunk(chunk, *addressed[i], hidden)
             return out if isinstance(out, Tensor) else record(*out)
 
         if self.pipeline is not None:

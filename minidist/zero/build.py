@@ -61,7 +61,9 @@ class ZeroReducerBuilder:
         gatherer = None
         frozen = []
         if self.zero.stage < 3:
-            members = [self._make_reduced_flat_param(FlatParam, planned.layout) for planned in self._plan(trained)]
+            members = [
+                self._make_reduced_flat_param(FlatParam, planned.layout) for planned in self._plan_trained(trained)
+            ]
         else:
             members, frozen, gatherer = self._make_blocks(trained)
         master_specs = {
@@ -81,7 +83,7 @@ class ZeroReducerBuilder:
 
     # -- flat parameters -----------------------------------------------------------------------------------------------
 
-    def _plan(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
+    def _plan_trained(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
         return plan_flat_params(
             {name: parameter.numel() for name, parameter in trained.items()},
             lambda name: (self._replica_ranks(name), self.chunk_of.get(name, 0)),
@@ -98,7 +100,7 @@ class ZeroReducerBuilder:
         members = []
         frozen = []
         flat_params = {}
-        for planned in self._plan(trained):
+        for planned in self._plan_trained(trained):
             members.append(self._make_reduced_flat_param(ShardedFlatParam, planned.layout))
             flat_params.setdefault(planned.block, []).append(members[-1].flat_param)
         frozen_names: dict[int, list[str]] = {}

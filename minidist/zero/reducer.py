@@ -49,20 +49,24 @@ class InOrderReductions:
     def mark_ready(self, name: str) -> None:
         """Declare that all gradients of `name` have been added; if eager, launch the reductions now possible."""
         self.awaited.discard(name)
-        while self.eager and self._pending() and self.awaited.isdisjoint(self._pending()[0].flat_param.parameters):
+        while (
+            self.eager
+            and self._not_launched()
+            and self.awaited.isdisjoint(self._not_launched()[0].flat_param.parameters)
+        ):
             self._launch()
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
         """Launch, in order, all reductions up to those of `flat_params`; called when a block's backward is over."""
-        while any(member.flat_param in flat_params for member in self._pending()):
+        while any(member.flat_param in flat_params for member in self._not_launched()):
             self._launch()
 
     def launch_remaining(self) -> None:
         """Launch, in order, all reductions that have not been launched since the last reset."""
-        while self._pending():
+        while self._not_launched():
             self._launch()
 
-    def _pending(self) -> Sequence[ReducedFlatParam]:
+    def _not_launched(self) -> Sequence[ReducedFlatParam]:
         return self.members[self._next :]
 
     def _launch(self) -> None:

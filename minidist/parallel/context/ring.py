@@ -53,11 +53,11 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 
     The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
     """
-    out, lse = _nothing_seen(query)
+    out, lse = _attention_to_nothing(query)
     held = torch.stack((key, value))
     for step in range(group.size):
         hop = RingTransfer([held] if step < group.size - 1 else [], group)
-        _attend(_part(query, group, layout, step), query, held, out, lse)
+        _merge_attention_to_block(_score_block_of_step(query, group, layout, step), query, held, out, lse)
         held = hop.wait()[0] if step < group.size - 1 else None
     return out.to(query.dtype), lse
 
@@ -78,8 +78,8 @@ def ring_backward(
         leaving = [held] if step < group.size - 1 else []
         # Step 1 begins new sums, for the block of the rank before; from step 2 on they follow the blocks.
         hop = RingTransfer(leaving + ([sums] if step > 1 else []), group)
-        what = _part(query, group, layout, step)
-        share = _gradients(what, grad, query, held, out, lse, dquery)
+        what = _score_block_of_step(query, group, layout, step)
+        share = _block_gradients(what, grad, query, held, out, lse, dquery)
         arrived = hop.wait()
         held = arrived.pop(0) if leaving else None
         if step > 0:
@@ -111,11 +111,11 @@ class RingTransfer:
         return self._arriving
 
 
-def _part(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
+def _score_block_of_step(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
     return score_block(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
 
 
-def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
+def _merge_attention_to_block(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge what a block of keys and values gives into `out` and `lse`."""
     if what is None:
         return
@@ -126,7 +126,7 @@ def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, l
         there.copy_(merged)
 
 
-def _gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
+def _block_gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
     """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
     if what is None:
         return ()
@@ -137,7 +137,7 @@ def _gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> 
     return tuple(others)
 
 
-def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:
+def _attention_to_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse of attention to no key at all. The output's memory is (b, s, heads, d), as its user wants it."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     b, heads, s, d = query.shape
@@ -147,7 +147,7 @@ def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:
 
 @_ring.register_fake
 def _(query, key, value, group, layout):
-    out, lse = _nothing_seen(query)
+    out, lse = _attention_to_nothing(query)
     return out.to(query.dtype), lse
 
 
@@ -156,15 +156,15 @@ def _(grad, query, key, value, out, lse, group, layout):
     return torch.empty_like(query), key.new_empty((2, *key.shape))
 
 
-def _keep(ctx, inputs, output):
+def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.group, ctx.layout = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _back(ctx, grad, _):
+def _autograd_backward(ctx, grad, _):
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     dquery, dkv = _ring_backward(grad, *ctx.saved_tensors, ctx.group, ctx.layout)
     return dquery, *dkv, None, None
 
 
-_ring.register_autograd(_back, setup_context=_keep)
+_ring.register_autograd(_autograd_backward, setup_context=_save_for_backward)

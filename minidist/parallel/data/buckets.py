@@ -68,15 +68,15 @@ class BucketedReducer(GradientReducer):
         bucket_bytes: int = 25 * MIB,
     ):
         super().__init__(parameters, specs)
-        self._given = specs, list(groups), bucket_bytes
-        self._make_buckets()
+        self._bucket_arguments = specs, list(groups), bucket_bytes
+        self._allocate_buckets()
         self._start_step()
 
-    def _make_buckets(self) -> None:
-        self._buckets = self._lay_out(*self._given)
+    def _allocate_buckets(self) -> None:
+        self._buckets = self._build_buckets(*self._bucket_arguments)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
 
-    def _lay_out(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
+    def _build_buckets(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
         """Make the buckets, in backward order, separate for each group, dtype and device."""
         kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
         for name, parameter in reversed(self._parameters.items()):
@@ -124,7 +124,7 @@ class BucketedReducer(GradientReducer):
 
     def clear_gradients(self) -> None:
         if self._next:  # the step was aborted: buffers in flight must not be reused
-            self._make_buckets()
+            self._allocate_buckets()
         self._start_step()
         super().clear_gradients()
 

@@ -51,14 +51,14 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
     if size == 1:
         return held
     enter, leave = region_operators(group, sequence_parallel)
-    cutter = _Cutter(group, held)
+    cutter = _WeightSharder(group, held)
     for index, layer in enumerate(model.model.layers):
         if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
             continue  # another stage of the pipeline holds it
         for module in (layer.self_attn, layer.mlp):
-            _enter_once(module, enter)
-        _attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
-        _feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
+            _register_enter_hook(module, enter)
+        _shard_attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
+        _shard_feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
     first, _ = cutter.range(config.vocab_size)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     rows = None
@@ -73,11 +73,11 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
     if sequence_parallel:
         for name in [name for name in held if name.endswith("norm.weight")]:
             held[name] = replace(held[name], partial=True)
-        model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
+        model.model.register_forward_pre_hook(_make_positions_hook(group), with_kwargs=True)
     return held
 
 
-class _Cutter:
+class _WeightSharder:
     """Shards parameters for one rank and records the shards."""
 
     def __init__(self, group: Group, held: dict[str, ParamShard]):
@@ -103,7 +103,7 @@ class _Cutter:
             return weight.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
 
 
-def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, name: str) -> None:
+def _shard_attention(attention: nn.Module, leave: Operator, config, cutter: _WeightSharder, name: str) -> None:
     """Give each rank whole heads: consecutive query heads, and the key and value heads that they attend to."""
     group = cutter.group
     width = config.head_dim
@@ -120,19 +120,19 @@ def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, n
     attention.o_proj = RowParallelLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
 
 
-def _feed_forward(layer: nn.Module, leave: Operator, cutter: _Cutter, name: str) -> None:
+def _shard_feed_forward(layer: nn.Module, leave: Operator, cutter: _WeightSharder, name: str) -> None:
     for which in ("gate_proj", "up_proj"):
         rows = cutter.cut(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
         setattr(layer, which, ColumnParallelLinear(rows))
     layer.down_proj = RowParallelLinear(cutter.cut(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
 
 
-def _enter_once(module: nn.Module, enter: Operator) -> None:
+def _register_enter_hook(module: nn.Module, enter: Operator) -> None:
     """Apply `enter` once for all the projections that read the module's first argument."""
     module.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
 
 
-def _own_positions(group: Group):
+def _make_positions_hook(group: Group):
     """Return a hook that narrows the dropout address to this rank's positions of the sequence."""
 
     def narrow(_, args, kwargs):

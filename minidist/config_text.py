@@ -41,6 +41,10 @@ def parse_config_text(
 
 
 def _merge_values(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
+    """Return the (sub)configuration `into` with `values` from TOML in place of its own.
+
+    path: names the source in messages. prefix: stands before the option names of this section, as "train.".
+    """
     hints = typing.get_type_hints(type(into))
     changes = {}
     hints = {item.name: hints[item.name] for item in option_fields(into)}
@@ -63,7 +67,7 @@ def _merge_values(into: Any, values: dict, path: str, prefix: str, suggest_optio
 
 
 def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
-    """Convert a TOML value to the type `kind`. Raises UserError if it has another type."""
+    """Convert a TOML value to an option's type `kind`. Raises UserError, naming the option, if it has another type."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # the second where one of them is a Literal
         (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if value == "none":  # TOML has no null
@@ -88,6 +92,7 @@ def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
 
 
 def _describe_type(kind: Any) -> str:
+    """Return, for a message, the values that an option of type `kind` takes."""
     if typing.get_origin(kind) is tuple:
         return "a list of numbers"
     return "a text" if kind is Path else _TOML_NAMES[kind]

@@ -46,7 +46,10 @@ class Mesh:
         return {axis: coords[axis] for axis in AXES}
 
     def rank(self, **coords: int) -> int:
-        """Return the rank at these coordinates, 0 on axes not given: the inverse of `coords`. ValueError if outside."""
+        """Return the rank at these coordinates; an axis that is not given has coordinate 0. The inverse of `coords`.
+
+        Raises ValueError for a coordinate or an axis that the mesh does not have.
+        """
         number = 0
         for axis, size in self.sizes.items():
             at = coords.pop(axis, 0)
@@ -80,6 +83,7 @@ class Mesh:
 
     @staticmethod
     def _check_axes(axes: Iterable[str]) -> frozenset[str]:
+        """Return the axis names as a set. Raises ValueError for a name that is not in `AXES`."""
         axes = frozenset((axes,) if isinstance(axes, str) else axes)
         if unknown := axes - set(AXES):
             raise ValueError(f"no axis {', '.join(sorted(unknown))}: the axes are {', '.join(AXES)}")

@@ -83,6 +83,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of `flat_boxes`, whose arguments have been checked."""
     if start == stop:
         return
     if len(shape) <= 1:
@@ -100,6 +101,10 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of elements `start` to `stop` of one row.
+
+    shape: of the full tensor. row: index of the row in dimension 0. start, stop: flat positions within the row.
+    """
     for box in _flat_boxes(shape[1:], start, stop):
         yield Box((row, *box.start), (row + 1, *box.stop))
 
@@ -113,9 +118,9 @@ class ParamSpec:
     boxes: this rank's shard, in memory order.
     replicas: ascending global ranks that hold the same boxes, including this one. The norm counts, and the checkpoint
         saves, only one of them (`owner`).
-    contributors: the replicas, including this one, whose local gradients must be summed because each processes other
-        tokens or other layers. The remaining replicas have equal gradients, which must not be counted twice. All
-        replicas by default.
+    contributors: the subset of `replicas`, including this rank, whose local gradients must be summed, because each
+        processes other tokens or other layers. The remaining replicas compute the same gradients as one of these, and
+        must not be counted twice. All replicas by default.
     """
 
     name: str

@@ -62,14 +62,14 @@ def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AllRecomputed(Exception):
-    """Stops the second run once all saved tensors have been recomputed."""
+    """Raised inside the recomputation to stop it once all saved tensors have been recomputed."""
 
 
 class _RecomputationHooks:
     """The saved-tensor hooks of one call of `run`: drop the tensors in forward, and recompute them in backward.
 
     run: the function. args: its arguments, the only tensors that are kept. Autograd saves the same tensors in the same
-    order in both runs, so an index identifies each of them.
+    order in the forward and in its recomputation, so an index identifies each of them.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
@@ -115,6 +115,7 @@ class _RecomputationHooks:
 
 
 def _refuse_backward(_: None) -> Tensor:
+    """Unpack hook of the recomputed graph: raise RuntimeError, as only its saved tensors are used."""
     raise RuntimeError("a recomputed graph is there for its tensors: no backward goes through it")
 
 

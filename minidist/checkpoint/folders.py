@@ -149,18 +149,22 @@ _ADVICE = "Give a folder that holds one; minidist train writes them to runs/0001
 
 
 def _replaced_is_stale(folder: Path) -> bool:
+    """Whether the checkpoint that replaces `step-NAME.replaced` is complete, so that the old one can go."""
     return folder.with_suffix("").is_dir()
 
 
 def _list_names(root: Path) -> list[str]:
+    """Return the names of what a folder contains; [] if it does not exist."""
     return os.listdir(root) if root.is_dir() else []
 
 
 def _format_names(names: list[str], limit: int = 4) -> str:
+    """Return names for a message, at most `limit` of them."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _suggest_checkpoints(root: Path) -> str:
+    """Return a sentence for an error message: the checkpoints in `root`, or where checkpoints are."""
     found = complete_checkpoints(root)
     return (
         f"{root} holds {_format_names([path.name for path in reversed(found.values())])}; give one of them."

@@ -156,15 +156,18 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def _parse_part(names: list[str], file: int, start: int | list, stop: int | list) -> SavedPart:
+    """Return a part as read from JSON: the number of its file in `names`, and its start and stop."""
     limits = (tuple(limit) if isinstance(limit, list) else limit for limit in (start, stop))
     return SavedPart(*limits, _look_up(names, file, "file"))
 
 
 def _look_up(entries: list, number: int, what: str) -> Any:
+    """Return `entries[number]`. Raises ValueError unless `number` is a valid index. what: names the entry."""
     if not is_count(number) or number >= len(entries):
         raise ValueError(f"it refers to {what} {str(number)[:60]!r} of {len(entries)}")
     return entries[number]
 
 
 def _hash_body(body: dict) -> str:
+    """Return the SHA-256 (hex) of the index without its entries "format" and "sha256"."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

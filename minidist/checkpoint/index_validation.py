@@ -1,8 +1,9 @@
 """Validation of a checkpoint's index, which may come from anyone: it must describe files of its own folder only.
 
 A SHA-256 shows that bytes are those that were written, not that whoever wrote them meant well: an edited index carries
-the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened: file names that would
-lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, boxes outside of it.
+the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened. Refused are file
+names that would lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, and
+boxes outside of their tensor.
 """
 
 import json
@@ -88,6 +89,7 @@ def is_count(value: Any) -> bool:
 
 
 def _check_tensor(name: str, tensor: SavedTensor) -> None:
+    """Raise ValueError unless dtype, shape and parts of a tensor are valid and cover each element once."""
     if tensor.dtype_name not in DTYPES:
         raise ValueError(f"{_shorten(name)} has the unknown dtype {_shorten(tensor.dtype_name)}")
     if len(tensor.shape) > _MAX_DIMENSIONS or not all(map(is_count, tensor.shape)):
@@ -111,10 +113,12 @@ def _bounds_and_shape(part: SavedPart, shape: tuple[int, ...]) -> tuple:
 
 
 def _refuse_constant(name: str) -> None:
+    """JSON hook: raise ValueError for NaN and infinities."""
     raise ValueError(f"it contains {name}, which JSON does not have")
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON hook: return the pairs of an object as a dict. Raises ValueError if a name occurs twice."""
     names: dict[str, Any] = {}
     for name, value in pairs:
         if name in names:

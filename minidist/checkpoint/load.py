@@ -82,6 +82,11 @@ def load_checkpoint(
 
 
 def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
+    """Raise UserError if ranks see different checkpoints, MisfitError if tensors do not match the shards to load.
+
+    plans: for each rank the index's SHA-256, the names of its shards, the files to read, and its mismatches as text.
+    prefix: as in `load_checkpoint`.
+    """
     if len({sha256 for sha256, *_ in plans}) > 1:
         raise UserError(f"the ranks see different checkpoints at {index.path}: give a folder that all of them share")
     loaded_names = set().union(*(names for _, names, _, _ in plans))
@@ -115,6 +120,7 @@ def _check_headers(index: Index, reads: dict[str, list]) -> None:
 
 
 def _read_into_shards(index: Index, reads: dict[str, list]) -> None:
+    """Read this rank's boxes into its shards, in place. reads: from `plan_reads`."""
     for file, boxes in reads.items():
         with safe_open(index.path / file, framework="pt") as stream:
             for shard, source, box in boxes:

@@ -28,8 +28,11 @@ from minidist.fault.collective_errors import ErrorOnAnyRank, GatherObjects, gath
 
 @dataclass
 class _PendingSave:
-    """A save in flight. file: the outcome of writing this rank's file. is_committed: on rank 0, whether it is complete
-    already."""
+    """A save in flight.
+
+    file: the future of this rank's file; its result is the file's entry. is_committed: on rank 0, whether the
+    checkpoint is complete already; on other ranks False.
+    """
 
     step: int
     state: dict
@@ -93,7 +96,7 @@ class CheckpointSaver:
         exactly once. state: a JSON object (configuration, position, fingerprint of the corpus), saved by rank 0. copy:
         if False, the thread writes the tensors without copying them first, which needs no extra memory; the tensors
         must then not change until `finish_save` returns.
-        Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any of them failed.
+        Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any rank failed.
         """
         if self._save is not None:
             raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
@@ -132,7 +135,7 @@ class CheckpointSaver:
     def finish_save(self) -> Path | None:
         """Collective: wait until all ranks have written their files, complete the checkpoint, and return its folder.
 
-        Returns None if no save is in flight. Raises RunError, the same on all ranks, if any of them failed; then
+        Returns None if no save is in flight. Raises RunError, the same on all ranks, if any rank failed; then
         earlier checkpoints are not changed.
         """
         if (save := self._save) is None:
@@ -244,7 +247,7 @@ def save_checkpoint(
     """Collective: save the checkpoint of `step` below the folder `root`, wait until it is complete, return its folder.
 
     The arguments are those of `CheckpointSaver` and `CheckpointSaver.start_save`. Raises RunError, the same on all
-    ranks, if any of them failed; then earlier checkpoints are not changed.
+    ranks, if any rank failed; then earlier checkpoints are not changed.
     """
     saver = CheckpointSaver(root, all_gather_object, rank)
     try:
@@ -255,10 +258,12 @@ def save_checkpoint(
 
 
 def _rank_file_name(rank: int) -> str:
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _entry_file_name(rank: int) -> str:
+    """Return the name of the file with the `FileEntry` of a rank's file, written beside it."""
     return f"rank-{rank:05d}.written.json"
 
 
@@ -269,9 +274,10 @@ def _write_rank_file(
     on_write: Callable[[], None],
     entry_file: Path | None,
 ) -> FileEntry | None:
-    """Write this rank's boxes and wait until they are on disk; returns None if there are none.
+    """Write this rank's tensors to `file` and wait until they are on disk; return the entry, None without tensors.
 
-    entry_file: if given, the returned entry is then written there.
+    ready: the event after which CUDA's copies are complete. on_write: called first. entry_file: if given, the entry is
+    also written there.
     """
     try:
         on_write()
@@ -294,12 +300,13 @@ def _write_rank_file(
 
 
 def _write_entry(file: Path, entry: FileEntry | None) -> None:
-    """Write an entry so that whoever sees the file sees all of it. Not fsynced: it is of no use after a crash."""
+    """Write an entry under a temporary name and rename it: a reader sees all of it or no file. Not fsynced."""
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(entry and asdict(entry)))
     os.rename(unfinished, file)
 
 
 def _read_entry(file: Path) -> FileEntry | None:
+    """Return the entry that `_write_entry` wrote."""
     entry = json.loads(file.read_text())
     return entry and FileEntry(**entry)

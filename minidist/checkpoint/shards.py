@@ -192,7 +192,7 @@ def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedT
 
 
 def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
-    """Return (saved box, its intersection with the shard) for each saved box of `tensor` that overlaps it."""
+    """Return (saved box, its intersection with the shard) for each saved box of `tensor` that overlaps the shard."""
     if not shard.box.numel:
         return []
     first = _flat_index(tensor.shape, shard.box.start)
@@ -257,11 +257,12 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
 
 
 def _mismatch_error(name: str, here: tuple, there: tuple) -> ValueError:
+    """Return the error that a tensor has two different (dtype name, shape)."""
     return ValueError(f"{name} is {here[0]} of shape {here[1]} here and {there[0]} {there[1]} there")
 
 
 def _merge_into_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
-    """Return boxes as (start, stop): one flat range if they are the boxes of one, else each a range or a box."""
+    """Return boxes as (start, stop): a single flat range if `flat_boxes` gives these boxes; otherwise one per box."""
     if not boxes:
         return ()
     # Boxes of a range follow one another, so the first and the last give its limits.

@@ -39,7 +39,7 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
 
 
 def _make_header(ordered: list[tuple[str, Tensor]]) -> memoryview:
-    """The length of the JSON header as 8 bytes, little-endian, and the header, padded with spaces to 8 bytes."""
+    """Return the file's first bytes: the JSON header's length (8 bytes, little-endian) and the header, space-padded."""
     entries = {}
     start = 0
     for name, tensor in ordered:

@@ -140,7 +140,7 @@ class Meter:
         return _NOTHING
 
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
-        """Called when the backend has launched these operations; a no-op here. works: torch's handles of them."""
+        """Called when the backend has launched these operations; a no-op here. works: torch's handles, to wait on."""
 
     @property
     def total_wire_bytes(self) -> int:
@@ -152,5 +152,6 @@ class Meter:
         return self._tick()
 
     def _tick(self) -> int:
+        """Return the next number of this rank's event counter."""
         self._clock += 1
         return self._clock

@@ -82,9 +82,11 @@ class AsynchronousReducer(NaiveReducer):
         self._transfers = replace(group, meter=meter, world=replace(group.world, status=status))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return the masters by name, on the server's rank; {} on the other ranks."""
         return dict(self.masters)
 
     def updated_names(self, group: None) -> list[str]:
+        """Return the names of the masters with a gradient; [] on ranks other than the server's. group: unused."""
         return [name for name, master in self.masters.items() if master.grad is not None]
 
     @torch.no_grad()
@@ -124,7 +126,10 @@ class AsynchronousReducer(NaiveReducer):
         return replace(result, stop_requested=False, checkpoint_written=False)
 
     def _pause(self, result: Result) -> Result:
-        """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters."""
+        """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters.
+
+        Returns `result` with stop_requested and checkpoint_written of all ranks.
+        """
         with self._changed:
             self._wait_for_workers(lambda: not self._served)
         for thread in self._threads:
@@ -141,6 +146,7 @@ class AsynchronousReducer(NaiveReducer):
 
     @torch.no_grad()
     def _copy_to_model(self, flat: Tensor) -> None:
+        """Overwrite this rank's parameters with those of a message. flat: the message."""
         for parameter, part in zip(self._parameters.values(), self._split(flat), strict=True):
             parameter.copy_(part)
 
@@ -150,6 +156,7 @@ class AsynchronousReducer(NaiveReducer):
         return [part.view(parameter.shape) for part, parameter in pairs]
 
     def _transfer(self, operation: Callable, message: Tensor, peer: int) -> None:
+        """Send or receive a message and wait for it. operation: `send` or `recv`. peer: the other worker's rank."""
         with self._launching:  # counting in the meter is not thread-safe
             handle = operation(message, peer, self._transfers, async_op=True)
         handle.wait()
@@ -242,6 +249,10 @@ class AsynchronousReducer(NaiveReducer):
             raise self._error
 
     def _apply_push(self, _: Tensor, message: Tensor) -> None:
+        """Set the masters' gradients to those of a pushed message and run the optimizer, unless it has no gradient.
+
+        The first argument, the server's flat parameters, is not needed: the masters are views of it.
+        """
         flags = message[-self._sizes[-1] :].tolist()
         for master, part, used in zip(self.masters.values(), self._split(message), flags[:-1], strict=True):
             master.grad = part if used else None

@@ -109,7 +109,10 @@ def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Seque
 
 
 def _make_corpus(name: str, origin: str, documents: list[Document], left_out: str = "") -> Corpus:
-    """Return a byte-level corpus. Documents are joined by a zero byte, which no text contains."""
+    """Return documents as a corpus of bytes, joined by a zero byte, which no text contains.
+
+    name, origin, left_out: as in `Corpus`.
+    """
     parts = split_documents(documents)
     train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
     train_names, held_names = ([d.name for d in part] for part in parts)
@@ -118,6 +121,7 @@ def _make_corpus(name: str, origin: str, documents: list[Document], left_out: st
 
 
 def _require_length(corpus: Corpus, option: str, seq_len: int) -> Corpus:
+    """Return the corpus; raise UserError, naming `option`, if a split has fewer than `seq_len + 1` tokens."""
     shorter = min(corpus.train.size, corpus.held_out.size)
     needed = seq_len + 1
     if shorter >= needed:

@@ -87,11 +87,15 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
 
 
 def _name_hash(document: Document) -> bytes:
+    """Return the hash of a document's name by which documents are chosen to be held out."""
     return hashlib.sha256(os.fsencode(document.name)).digest()
 
 
 def _list_files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
-    """Regular files below `root`. Links to folders are not followed, so a link to a parent cannot loop."""
+    """Return the regular files below `root`, without the folders named in `skip`.
+
+    Links to folders are not followed, so a link to a parent cannot loop.
+    """
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip]
@@ -138,6 +142,7 @@ def _read_content(path: Path, read_bytes: int = 0) -> bytes:
 
 
 def _read_single_file(path: Path) -> Document:
+    """Return the text file at `path`. Raises UserError if it is unreadable, empty or not UTF-8 text."""
     try:
         content = _read_content(path)
     except OSError as error:

@@ -133,6 +133,7 @@ class Loader:
         return batches
 
     def _epoch_windows(self, epoch: int) -> np.ndarray:
+        """Return the indices of the windows in the order of an epoch, (num_samples,) int64."""
         if self.seed is None:
             return self._windows
         if self._memo is None or self._memo[0] != epoch:

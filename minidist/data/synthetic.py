@@ -34,7 +34,10 @@ def transition_table(seed: int = 0) -> np.ndarray:
 
 
 def _hash_to_symbols(*address: int | np.ndarray) -> np.ndarray:
-    """Hash `address` to a symbol; the minimum of two draws, so that a unigram model has something to learn."""
+    """Hash each address, a tuple of integers or arrays, to a symbol 0..31, uint8.
+
+    It is the minimum of two uniform draws, so that symbols differ in frequency and a unigram model has some to learn.
+    """
     throws = hash64(*address)
     return np.minimum(throws >> np.uint64(59), (throws >> np.uint64(54)) & np.uint64(_N - 1)).astype(np.uint8)
 

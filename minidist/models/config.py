@@ -79,10 +79,12 @@ class ModelConfig:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _even_head_counts(hidden_size: int) -> list[int]:
+    """Return the numbers of heads that give heads with an even number of features."""
     return [n for n in _divisors(hidden_size) if hidden_size // n % 2 == 0]
 
 

@@ -90,8 +90,10 @@ def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
 
 
 def _upper_half(x: Tensor) -> Tensor:
+    """Return the upper 32 bits of int64 numbers, as int32."""
     return (x >> 32).to(torch.int32)
 
 
 def _lower_half(x: Tensor) -> Tensor:
+    """Return the lower 32 bits of int64 numbers, as int32."""
     return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast is never out of range

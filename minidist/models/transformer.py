@@ -101,6 +101,7 @@ class Decoder(nn.Module):
         )
 
     def _applies_dropout(self, address: DropoutAddress | None) -> bool:
+        """Whether dropout is on in this forward. Raises ValueError if it is and there is no address."""
         if not self.training or self.config.dropout == 0:
             return False
         if address is None:
@@ -186,11 +187,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _retie_weights(model: Transformer, _) -> None:
+    """Hook after load_state_dict: tie the weights again."""
     model.tie_weights()  # load_state_dict(assign=True) unties
 
 
 def _fill_tied_weights(model: Transformer, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Accept a state dict that has a tied tensor under one or both names; raise ValueError if the two differ."""
+    """Hook before load_state_dict: accept a tied tensor under one or both names; ValueError if the two differ."""
     if not model.config.tie_embeddings:
         return
     head, embedding = prefix + _HEAD, prefix + _EMBEDDING

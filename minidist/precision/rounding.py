@@ -75,6 +75,7 @@ def _random_bits_at(key: int, index: Tensor) -> Tensor:
 
 
 def _hash_name(name: str) -> int:
+    """Return a 64-bit hash of a parameter's name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 

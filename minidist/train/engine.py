@@ -98,9 +98,9 @@ class Engine:
         the loss. global_tokens: of an asynchronous worker, the weighted number of tokens of the global batch.
         is_stop_requested: returns whether this rank asks for the end of the run; called when the gradients are reduced.
         checkpoint_written: whether this rank has written its file of the checkpoint in flight. regroup_requested:
-        whether this rank asks to continue with more ranks. on_gradients_reduced: called before the
-        gradients are clipped. Raises CommError if a collective failed; if the ranks had not agreed yet, none has
-        updated anything.
+        whether this rank asks to continue with more ranks. on_gradients_reduced: called before the gradients are
+        clipped. Raises CommError if a collective failed; if that was before the ranks' decision, no rank has updated
+        its masters.
         """
         self.model.train()
         if self.worker is not None:
@@ -138,8 +138,8 @@ class Engine:
         """Make the update of `decision`, if this rank failed while it waited for that decision; otherwise do nothing.
 
         The decision reached another rank, so the gradients of all ranks had been reduced, and this rank has its part of
-        them. Does nothing with Muon, whose update exchanges matrices between the ranks, and if replicas differ, whose
-        decisions are their own.
+        them. Does nothing with Muon, whose update exchanges matrices between the ranks, and if replicas train
+        separately, because each replica makes its own decision.
         """
         if self._awaited_decision is None or self._awaited_decision[0] != decision.step:
             return
@@ -152,7 +152,7 @@ class Engine:
         self._apply_decision(decision, self._awaited_decision[1])
 
     def _apply_decision(self, decision: Decision, lr: float) -> None:
-        """Update this rank's masters as decided, without communication (but for Muon's)."""
+        """Update this rank's masters as decided. Communicates with Muon only. lr: the learning rate."""
         self._awaited_decision = self.completed_steps = None
         if decision.result.update_successful:
             with self.groups.meter.span("optimizer"):
@@ -194,7 +194,7 @@ class Engine:
         return replace(result, non_finite_parameters=tuple(self._find_non_finite_parameters()))
 
     def _squared_norm(self) -> float:
-        """This rank's part of the squared gradient norm: of the ranks that hold an element, one counts it."""
+        """Return this rank's part of the squared gradient norm; each element is counted by one of its holders."""
         rank = self.groups.world.rank
         specs = self.specs | self.reducer.master_specs
         grads = [
@@ -219,6 +219,7 @@ class Engine:
             self._run_optimizer(lr, step)
 
     def _run_optimizer(self, lr: float, step: int) -> None:
+        """Run the optimizer on all update groups and copy masters to parameters. step: as in `clip_and_update`."""
         set_learning_rate(self.optimizer, lr)
         for group in self.reducer.groups_to_update():
             self.reducer.attach_grads(group)

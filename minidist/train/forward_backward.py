@@ -66,7 +66,7 @@ class ForwardBackward:
         ]
 
     def _positions(self, seq_len: int) -> Tensor:
-        """The positions of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
+        """Return the positions of this rank's tokens in a full sequence, (seq_len / cp,) int64."""
         if seq_len not in self._positions_of:
             layout = DEFAULT_LAYOUT[self._parallel.cp_attention]
             self._positions_of = {
@@ -105,10 +105,11 @@ class ForwardBackward:
         return self.reducer.reduces_each_micro_batch or self._last_micro_batch
 
     def _is_skipped(self, batch: Batch) -> bool:
-        """Whether to skip a batch without samples: not where the forward gathers parameters, as all ranks take part."""
+        """Whether to skip a batch: it has no samples, and the forward gathers no parameters, which needs all ranks."""
         return len(batch.samples) == 0 and self.reducer.gatherer is None
 
     def _to_device_with_address(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
+        """Return the batch on this rank's device, and the address of its dropout masks in step `step`."""
         batch = batch.to(self.device)
         where = self._positions(batch.tokens.shape[1] * self._mesh.cp)
         return batch, DropoutAddress(self.seed, step, batch.samples, where)
@@ -116,6 +117,7 @@ class ForwardBackward:
     # -- with a pipeline ----------------------------------------------------------------------------------------------
 
     def _train_pipeline(self, step: int, batches: Sequence[Batch], weight: float, count: AsyncSum) -> float | Tensor:
+        """Run all micro-batches through the pipeline. Arguments and result as in `run_micro_batches`."""
         if count.value == 0:
             return 0.0
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -135,13 +137,14 @@ class ForwardBackward:
         return torch.stack(losses).sum() if losses else 0.0
 
     def _run_chunk(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
-        """Run one part of the model: return hidden states, or the loss sum and the token count after the last part."""
+        """Run one chunk of this stage: return hidden states; after the last layer the loss sum and token count."""
         layers = self._parallel.layer_range(chunk)
         return self.model(
             batch.tokens, batch.labels, address=address, positions=address.positions, layers=layers, hidden=hidden
         )
 
     def _empty_hidden(self, batch: Batch) -> Tensor:
+        """Allocate a tensor for the hidden states of a micro-batch, received from another stage."""
         return self._parallel.empty_hidden(*batch.tokens.shape, self._mesh.tp)
 
     # -- without gradients --------------------------------------------------------------------------------------------

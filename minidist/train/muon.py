@@ -64,13 +64,14 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
     def _step_matrices(self, group: dict) -> None:
+        """Update the matrices of a parameter group, which this rank holds in full."""
         for parameter, shape in zip(group["params"], group["shapes"], strict=True):
             if parameter.grad is not None:
                 momentum = self._update_momentum(parameter, group["momentum"])
                 _apply_update(parameter, orthogonalize(momentum.view(shape), group["steps"]), shape, group)
 
     def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
-        """Update the sharded matrices. group: None on a rank that holds no element of any matrix."""
+        """Collective: update the sharded matrices. group: None on a rank that holds no element of any matrix."""
         group = {"names": [], "params": [], "shapes": []} if group is None else group
         found = zip(group["names"], group["params"], group["shapes"], strict=True)
         held = {name: (shard, shape) for name, shard, shape in found if shard.grad is not None}

@@ -173,7 +173,7 @@ def _check_state(index: "Index") -> None:
 
 
 def _overlay_changed_options(base: Any, config: Any, default: Any) -> Any:
-    """Return `base` with the values of `config` that are not those of `default`, at all levels."""
+    """Return `base` with those values of `config` that differ from `default`, in all sections."""
     changes = {}
     for field in dataclasses.fields(config):
         below, value, usual = (getattr(each, field.name) for each in (base, config, default))

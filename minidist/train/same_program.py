@@ -1,4 +1,4 @@
-"""Ranks that were started by hand, with other options or on machines with other code, would train silently wrong."""
+"""Check that all ranks run the same program: with different options or code they would train silently wrong."""
 
 import dataclasses
 import hashlib
@@ -21,8 +21,8 @@ _MAY_DIFFER = ("folder", "device", "checkpoint.resume", "data.path", "data.sourc
 def check_same_program(config: Config, group: Group) -> None:
     """Collective: raise UserError on all ranks unless all ranks of `group` have the same options and package source.
 
-    The options of `_MAY_DIFFER` may differ. The message names the options and their values by rank, or the source files. Sends
-    8 bytes per rank if all agree.
+    The options in `_MAY_DIFFER` are not compared. The message names the options and their values by rank, or the source
+    files. Sends 8 bytes per rank if all agree.
     """
     if group.size == 1:
         return
@@ -59,11 +59,13 @@ def _flatten_options(section: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _hash_source_files(package: Path) -> dict[str, str]:
+    """Return a short hash of each source file of the package, by "file " and its path."""
     files = sorted(package.rglob("*.py"))
     return {f"file {file.relative_to(package)}": hashlib.sha256(file.read_bytes()).hexdigest()[:8] for file in files}
 
 
 def _format_values(name: str, by_rank: list[dict[str, str]]) -> str:
+    """Return for the message which values an option or file has on which ranks."""
     ranks: dict[str | None, list[int]] = defaultdict(list)
     for rank, facts in enumerate(by_rank):
         ranks[facts.get(name)].append(rank)

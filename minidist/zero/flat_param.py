@@ -61,7 +61,7 @@ class FlatParam:
         self._gather_handle: Handle | None = None
 
     def _take_shard(self, begin: int, end: int) -> Tensor:
-        """This rank's shard of the flat buffer, (end - begin,)."""
+        """Return this rank's shard of the flat buffer, (end - begin,), as a view of it."""
         return self.full_buffer[begin:end]
 
     @torch.no_grad()
@@ -85,6 +85,7 @@ class ShardedFlatParam(FlatParam):
         self.reshard()
 
     def _take_shard(self, begin: int, end: int) -> Tensor:
+        """Return a copy of this rank's shard, which outlives the flat buffer."""
         return super()._take_shard(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
@@ -132,6 +133,7 @@ class FullGradients:
         self._allocate()
 
     def _allocate(self) -> None:
+        """Allocate the flat gradient; no parameter has a gradient yet."""
         self.full_buffer = torch.zeros(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
         self.views = {name: self.full_buffer[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # parameters with a gradient in this step
@@ -219,6 +221,7 @@ class ShardedGradients(FullGradients):
     transient = True
 
     def _allocate(self) -> None:
+        """Start without gradients: buffers are allocated when they are needed."""
         self._local_grads: dict[str, Tensor] = {}
         self.full_buffer = self.result = None
 
@@ -245,9 +248,11 @@ class ShardedGradients(FullGradients):
         return flat_grad
 
     def _make_shard(self) -> Tensor:
+        """Allocate a shard of the flat gradient, (shard_numel,), uninitialised."""
         return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
     def launch(self) -> None:
+        """Collective: start the reduce-scatter of the micro-batch's gradients; first wait for an earlier one."""
         self.wait()
         self.full_buffer = self._reduce(self._make_flat_gradient(), self._make_shard())
 
@@ -264,6 +269,7 @@ class ShardedGradients(FullGradients):
             self.result.add_(target)
 
     def launch_final_reduction(self) -> None:
+        """Complete the last micro-batch's reduction; then start the all-reduce over `replica_group`, if any."""
         self.wait()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()

@@ -42,7 +42,7 @@ class InOrderReductions:
         self.reset_for_next_backward()
 
     def reset_for_next_backward(self) -> None:
-        """Wait again for the gradients of all flat parameters; the next reduction is the first in order."""
+        """Expect the gradients of all flat parameters again; the next reduction to launch is the first."""
         self.awaited = {name for member in self.members for name in member.flat_param.parameters}
         self._next = 0
 
@@ -67,9 +67,11 @@ class InOrderReductions:
             self._launch()
 
     def _not_launched(self) -> Sequence[ReducedFlatParam]:
+        """Return the flat parameters whose reductions have not been launched since the last reset, in order."""
         return self.members[self._next :]
 
     def _launch(self) -> None:
+        """Launch the next reduction. Waits for an older one, so that at most two full-length buffers exist."""
         member = self.members[self._next]
         gradients = self.members[self._next].gradients
         self.awaited -= member.flat_param.parameters.keys()
@@ -141,6 +143,7 @@ class ZeroReducer(GradientReducer):
         self._member_of[name].gradients.accumulate(name, grad)
 
     def mark_ready(self, name: str) -> None:
+        """Declare that all gradients of parameter `name` have been accumulated, so that its reduction may start."""
         self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
@@ -191,6 +194,7 @@ class ZeroReducer(GradientReducer):
         return grads
 
     def scale_gradients(self, factor: float) -> None:
+        """Multiply this rank's shards of the reduced gradients by `factor`."""
         for member in self.members:
             member.gradients.result.mul_(factor)
 
@@ -208,6 +212,7 @@ class ZeroReducer(GradientReducer):
         return [combined] * bool(combined) + [[member] for member in separate]
 
     def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
+        """Return the names of the parameters in an update group that any rank has used."""
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
@@ -258,6 +263,7 @@ class ZeroReducer(GradientReducer):
         }
 
     def after_load(self) -> None:
+        """Collective: copy the loaded masters to the shards, and all-gather the parameters."""
         for member in self.members:
             if member.flat_param.masters.persistent:
                 member.flat_param.masters.copy_to_params()

@@ -80,12 +80,12 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
 
 
 def _repeat_heads(heads: Tensor, repeats: int) -> Tensor:
-    """Each key and value head once for every query head that it serves, as the kernels want it."""
+    """Repeat each key or value head (b, kv_heads, k, d) once per query head that attends to it, for the kernels."""
     return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
 
 
 def _kernels(query: Tensor) -> tuple[Callable, Callable]:
-    """Forward and backward of the kernel for this tensor's device and dtype."""
+    """Return the kernel and its backward for the device and dtype of `query`."""
     if query.device.type == "cpu":
         return _cpu_forward, _cpu_backward
     if query.device.type == "cuda" and query.dtype != torch.float64:
@@ -146,17 +146,19 @@ def _efficient_backward(grad, query, key, value, out, lse, causal):
 
 
 def _pad_features(x: Tensor) -> Tensor:
-    """Zeros after a head's features change no product, and so no score."""
+    """Pad each head with zeros to a multiple of 8 features, as CUDA's kernels require; scores do not change."""
     return F.pad(x, (0, -x.shape[-1] % _ALIGNED_FEATURES))
 
 
 def _written(query, key, value, causal):
+    """Attention without a fused kernel, with the scores in memory: return output and log-sum-exp."""
     scores = _masked_scores(query, key, causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), lse
 
 
 def _written_backward(grad, query, key, value, out, lse, causal):
+    """Backward of `_written`: return the gradients of query, key and value."""
     shares = (_masked_scores(query, key, causal) - lse[..., None]).exp()  # (b, heads, q, k)
     grad, query_, key_, value, out = (x.to(shares.dtype) for x in (grad, query, key, value, out))
     along = (grad * out).sum(-1, keepdim=True)
@@ -166,6 +168,7 @@ def _written_backward(grad, query, key, value, out, lse, causal):
 
 
 def _masked_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """Return the scores `query key^T / sqrt(d)`, at least float32; minus infinity for later keys if `causal`."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * query.shape[-1] ** -0.5
     if causal:

@@ -49,7 +49,7 @@ def _ring_backward(
 
 
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
-    """Collective: return `ring_attention`, and the log-sum-exp of each query's scores over all keys of the sequence.
+    """Collective: return the output of ring attention, and each query's log-sum-exp of its scores over all keys.
 
     The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
     """
@@ -65,7 +65,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Collective: return the gradients: of query, and of key and value stacked in one tensor, (2, *key.shape).
+    """Collective: return two gradients: of query, and of key and value stacked in one tensor, (2, *key.shape).
 
     grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as in `ring_attention`.
     """
@@ -112,11 +112,15 @@ class RingTransfer:
 
 
 def _score_block_of_step(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
+    """Return the scores that this rank computes in a step of the ring; None if the causal mask hides all."""
     return score_block(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
 
 
 def _merge_attention_to_block(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge what a block of keys and values gives into `out` and `lse`."""
+    """Merge attention to one block of keys and values into the running `out` and `lse`, in place.
+
+    what: the scores to compute; None: nothing. held: the block's keys and values, (2, b, kv_heads, s, d).
+    """
     if what is None:
         return
     k, v = held[..., what.keys, :]
@@ -127,7 +131,10 @@ def _merge_attention_to_block(what: ScoreBlock | None, query: Tensor, held: Tens
 
 
 def _block_gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
-    """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
+    """Return a block's terms of its key and value gradients, () if it is masked; add its term of `dquery` in place.
+
+    Arguments as in `_merge_attention_to_block` and `ring_backward`.
+    """
     if what is None:
         return ()
     k, v = held[..., what.keys, :]
@@ -138,7 +145,7 @@ def _block_gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquer
 
 
 def _attention_to_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse of attention to no key at all. The output's memory is (b, s, heads, d), as its user wants it."""
+    """Return the output, zeros, and the log-sum-exp, minus infinity, of attention to no key: where merging starts."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     b, heads, s, d = query.shape
     out = torch.zeros((b, s, heads, d), dtype=dtype, device=query.device).transpose(1, 2)

@@ -49,25 +49,25 @@ def ulysses_attention(
 
 
 def _join_sequence(parts: Tensor) -> Tensor:
-    """(n, b, heads, s / n, d) -> (b, heads, s, d), the ranks' positions one after the other."""
+    """Concatenate the ranks' parts along the sequence: (n, b, heads, s / n, d) -> (b, heads, s, d)."""
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _split_sequence(whole: Tensor, size: int) -> Tensor:
-    """The inverse of `_join_sequence`."""
+    """Split the sequence into the ranks' parts, the inverse of `_join_sequence`. size: number of ranks."""
     return whole.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
 
 
 def _sort_positions(x: Tensor, layout: str, size: int) -> Tensor:
-    """(b, heads, s, d), the ranks' positions one after the other -> positions ascending."""
+    """Put x (b, heads, s, d), which has the ranks' positions one after the other, in the order of the sequence."""
     return x if layout == "contiguous" else x.index_select(2, _positions_by_rank(x, layout, size).argsort())
 
 
 def _unsort_positions(x: Tensor, layout: str, size: int) -> Tensor:
-    """The inverse of `_sort_positions`."""
+    """Put x, in the order of the sequence, back into rank order: the inverse of `_sort_positions`."""
     return x if layout == "contiguous" else x.index_select(2, _positions_by_rank(x, layout, size))
 
 
 def _positions_by_rank(x: Tensor, layout: str, size: int) -> Tensor:
-    """The positions of all ranks, one after the other: (s,)."""
+    """Return the positions of all ranks, one rank after the other, (s,) int64."""
     return torch.cat([rank_positions(layout, x.shape[2], size, rank) for rank in range(size)]).to(x.device)

@@ -7,8 +7,9 @@ needed, so that the transfer overlaps with computation.
 Only schedules with W (zero bubble) split backward into input and weight gradients. All others run autograd's own
 backward, which is faster.
 
-Gradients go to the reducer; the executor tells it when a parameter's gradient is complete. Parameters that stages share
-are reduced at the end of the step, so that their reduction does not interleave with pending transfers.
+Gradients go to the reducer; the executor calls its `mark_ready` when a parameter's gradient is complete. Parameters
+that stages share are reduced at the end of the step, so that their reduction does not interleave with pending
+transfers.
 """
 
 from collections import deque
@@ -39,10 +40,13 @@ EmptyHidden = Callable[[int], Tensor]
 class PipelineExecutor:
     """Runs this rank's stage of a pipeline schedule: forward, backward, sends and receives of all micro-batches.
 
-    groups: two process groups over the stages, one for activations and one for gradients. reducer: receives the
-    gradients of the parameters. parameters: this stage's, by global name. used_by: the chunks of this stage that use
-    each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too. last_part_stage:
-    the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
+    schedule: the actions of all stages. groups: two process groups over the stages, one for activations and one for
+    gradients. reducer: receives the gradients of the parameters. parameters: this stage's, by global name. used_by: the
+    chunks of this stage that use each parameter (`keep_stage_modules`). shared: names of the parameters that other
+    stages use too.
+
+    Attributes: last_part_stage: the stage that holds the last part of the model. peak_live: peak number of in-flight
+    micro-batches.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class PipelineExecutor:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget what an earlier run left behind, also one that failed."""
         self._results: dict[StageAction, tuple[Tensor, Handle | None]] = {}  # results of other parts
         self._live_forwards: dict[Action, tuple[Tensor | None, GradientEdge]] = {}  # by F: its input, and its graph
         self._deferred: dict[Action, list[DeferredWeightGradient]] = {}  # by F: the weight gradients that B defers to W
@@ -118,6 +123,7 @@ class PipelineExecutor:
             self._sends.popleft().wait()
 
     def _post_transfer(self, transfer: Transfer, empty_hidden: EmptyHidden) -> None:
+        """Start a send or a receive. Waits for the oldest send if more are in flight than the pipeline has stages."""
         place = transfer.result_of
         group = self._groups[transfer.result_of.action.kind]
         if transfer.kind == "recv":
@@ -130,6 +136,7 @@ class PipelineExecutor:
             self._sends.popleft().wait()
 
     def _forward(self, action: Action, run_part: RunPart) -> None:
+        """Run forward of a micro-batch through a chunk, and store the output for the next part."""
         x = self._wait_for_input(action)
         if x is not None:
             x.requires_grad_()
@@ -144,6 +151,7 @@ class PipelineExecutor:
         self._store_result(action, out.detach())
 
     def _backward(self, action: Action, run_part: RunPart) -> None:
+        """Run backward of a chunk, or its input gradient (B) if split; store the input's gradient."""
         grad = self._wait_for_input(action)
         x, edge = self._live_forwards.pop(action._replace(kind="F"))
         torch.autograd.backward((edge,), None if grad is None else (grad,))
@@ -152,6 +160,7 @@ class PipelineExecutor:
 
     @torch.no_grad()  # the saved tensors may have a graph, which is not needed
     def _weight_gradients(self, action: Action, run_part: RunPart) -> None:
+        """Compute the weight gradients (W) that B deferred, and pass them to the reducer."""
         deferred = self._deferred.pop(action._replace(kind="F"))
         while deferred:
             half = deferred.pop(0)  # frees its tensors after this iteration

@@ -43,6 +43,7 @@ def pipeline_schedule(config: Config, mesh: Mesh) -> Schedule | None:
 
 
 def _stage_order(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """Return the actions of one stage, in order. Arguments as in `build_schedule`, validated; stage: its index."""
     match kind:
         case "gpipe":
             return gpipe(stage, stages, micro_batches)

@@ -34,8 +34,8 @@ def keep_stage_modules(
 
     model: a full Transformer. parts: the layers of each part of the model, from the input on. Returns, by the
     parameter's name in the full model, the indices of this stage's chunks that use it. If the head's weight is tied to
-    an embedding on another stage, this stage keeps a replica of the embedding's weight, under its name; the caller must
-    see to it that the gradients of both replicas are summed.
+    an embedding on another stage, this stage keeps a replica of the embedding's weight, under the embedding's name; the
+    caller must sum the gradients of both replicas.
     """
     tied = model.config.tie_embeddings
     end = schedule.num_parts - 1

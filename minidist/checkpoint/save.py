@@ -300,7 +300,10 @@ def _write_rank_file(
 
 
 def _write_entry(file: Path, entry: FileEntry | None) -> None:
-    """Write an entry under a temporary name and rename it: a reader sees all of it or no file. Not fsynced."""
+    """Write an entry under a temporary name and rename it, so that a reader sees all of it or no file.
+
+    Not fsynced: it is of no use after a crash.
+    """
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(entry and asdict(entry)))
     os.rename(unfinished, file)

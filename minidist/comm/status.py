@@ -66,7 +66,7 @@ class OperationTracker:
         """Record that the wait reported last has ended: this rank runs again."""
 
 
-class LaunchesOnly(OperationTracker):
+class LaunchOnlyTracker(OperationTracker):
     """Passes launches on to another tracker and drops waits: for helper threads that communicate beside training.
 
     Rank status describes the waits of one thread, the one that trains; launches of all threads count in it.

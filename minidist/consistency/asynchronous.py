@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
-from minidist.comm.status import LaunchesOnly
+from minidist.comm.status import LaunchOnlyTracker
 from minidist.config import Config
 from minidist.consistency.merge import Result
 from minidist.consistency.server import Pull, Push, Server
@@ -78,7 +78,7 @@ class AsynchronousReducer(NaiveReducer):
             self._num_messages = dict.fromkeys(range(group.size), 0)
         self.master_specs = {name: specs[name] for name in self.masters}
         self._status = status = group.world.status
-        status = status if self.server is None else LaunchesOnly(status)  # of the server's threads
+        status = status if self.server is None else LaunchOnlyTracker(status)  # of the server's threads
         self._transfers = replace(group, meter=meter, world=replace(group.world, status=status))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

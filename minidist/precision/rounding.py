@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minidist.hashing import mix, mix_int, signed
+from minidist.hashing import mix, mix_int, to_signed64
 from minidist.parameters import Box
 
 _CHUNK = 1 << 16  # elements rounded at a time, so that temporary memory stays below 2 MiB
@@ -40,7 +40,7 @@ def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, nam
             f"{name}: rounding goes from (n,) float32 to (n,) bfloat16, "
             f"not from {tuple(values.shape)} {values.dtype} to {tuple(into.shape)} {into.dtype}"
         )
-    key = signed(mix_int(mix_int(mix_int(seed) + step) ^ _hash_name(name)))
+    key = to_signed64(mix_int(mix_int(mix_int(seed) + step) ^ _hash_name(name)))
     source, target = values.view(torch.int32), into.view(torch.int16)
     for start in range(0, len(values), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(values)))

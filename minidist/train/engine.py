@@ -37,7 +37,10 @@ from minidist.train.step_result import StepResult, agree_on_step
 
 @dataclass(frozen=True)
 class Decision:
-    """All ranks' decision about a step. step: its number, from 0. use_counts: for `GradientReducer.exclude_unused`."""
+    """All ranks' decision about a step.
+
+    step: its number, from 0. result: the outcome. use_counts: the argument of `GradientReducer.exclude_unused`.
+    """
 
     step: int
     result: StepResult

@@ -77,8 +77,8 @@ def read_resumed_config(resume: Path) -> Config:
 def inherit_options(config: Config) -> Config:
     """Return `config` with the options of the run that it resumes, where its own have their default values.
 
-    The same `config` if it does not name a checkpoint to resume, or not `checkpoint.inherit`. Raises UserError if there
-    is no intact checkpoint.
+    Returns `config` unchanged if it names no checkpoint to resume, or if `checkpoint.inherit` is False. Raises
+    UserError if there is no intact checkpoint.
     """
     if config.checkpoint.resume in (None, AUTO) or not config.checkpoint.inherit:
         return config

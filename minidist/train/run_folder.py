@@ -17,8 +17,8 @@ AUTO = Path("auto")  # the value of --checkpoint.resume for "the newest checkpoi
 class RunFolder:
     """The folder of a run.
 
-    checkpoints: those to resume from, in the order to try them; none for a new run. unfinished: the checkpoints beside
-    them, or in the folder, whose save was interrupted.
+    path: the folder. checkpoints: those to resume from, in the order to try them; none for a new run. unfinished: the
+    checkpoints in the same place whose save or deletion was interrupted.
     """
 
     path: Path

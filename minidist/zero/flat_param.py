@@ -155,7 +155,7 @@ class FullGradients:
             view.copy_(grad)
             self.filled.add(name)
 
-    def launch(self) -> None:
+    def launch_reduction(self) -> None:
         """Collective: start the flat gradient's reduce-scatter (all-reduce if not sharded); missing gradients are 0."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
@@ -182,7 +182,7 @@ class FullGradients:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
-    def wait(self) -> None:
+    def wait_reduction(self) -> None:
         """Wait for the reduction in flight, if there is one; `result` then holds the reduced shard."""
         if self._in_flight is not None:
             handle, output, target = self._in_flight
@@ -194,10 +194,10 @@ class FullGradients:
     def launch_final_reduction(self) -> None:
         """Collective, once a step: start the all-reduce of the gradient shard over `replica_group` (hybrid sharding).
 
-        Does nothing where `launch` has started it already.
+        Does nothing where `launch_reduction` has started it already.
         """
         if self.group.size > 1:
-            self.wait()
+            self.wait_reduction()
             self.launch_replica_all_reduce()
 
     def clear(self) -> None:
@@ -251,17 +251,17 @@ class ShardedGradients(FullGradients):
         """Allocate a shard of the flat gradient, (shard_numel,), uninitialised."""
         return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
-    def launch(self) -> None:
+    def launch_reduction(self) -> None:
         """Collective: start the reduce-scatter of the micro-batch's gradients; first wait for an earlier one."""
-        self.wait()
+        self.wait_reduction()
         self.full_buffer = self._reduce(self._make_flat_gradient(), self._make_shard())
 
-    def wait(self) -> None:
+    def wait_reduction(self) -> None:
         """Wait for the reduction in flight and add it to `result`."""
         if self._in_flight is None:
             return
         target = self._in_flight[2]
-        super().wait()
+        super().wait_reduction()
         self.full_buffer = None
         if self.result is None:
             self.result = target
@@ -270,7 +270,7 @@ class ShardedGradients(FullGradients):
 
     def launch_final_reduction(self) -> None:
         """Complete the last micro-batch's reduction; then start the all-reduce over `replica_group`, if any."""
-        self.wait()
+        self.wait_reduction()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
         self.launch_replica_all_reduce()

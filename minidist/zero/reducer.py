@@ -77,15 +77,15 @@ class InOrderReductions:
         self.awaited -= member.flat_param.parameters.keys()
         self._next += 1
         if not gradients.transient:
-            gradients.launch()
+            gradients.launch_reduction()
             return
         while len(self._in_flight) > 1:
-            self._in_flight.popleft().wait()
-        gradients.launch()
+            self._in_flight.popleft().wait_reduction()
+        gradients.launch_reduction()
         if gradients.group.size > 1:
             self._in_flight.append(gradients)
         else:
-            gradients.wait()
+            gradients.wait_reduction()
 
 
 class ZeroReducer(GradientReducer):
@@ -173,7 +173,7 @@ class ZeroReducer(GradientReducer):
         for member in self.members:
             member.gradients.launch_final_reduction()
         for member in self.members:
-            member.gradients.wait()
+            member.gradients.wait_reduction()
         self._nothing_in_flight = True
 
     @property

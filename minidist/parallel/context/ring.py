@@ -145,7 +145,10 @@ def _block_gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquer
 
 
 def _attention_to_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, zeros, and the log-sum-exp, minus infinity, of attention to no key: where merging starts."""
+    """Return the output, zeros, and the log-sum-exp, minus infinity, of attention to no key: where merging starts.
+
+    The output's memory layout is (b, s, heads, d), as the output projection reads it.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     b, heads, s, d = query.shape
     out = torch.zeros((b, s, heads, d), dtype=dtype, device=query.device).transpose(1, 2)

@@ -66,7 +66,7 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
         rows = sharder.shard(embedding, model.model.embed_tokens.weight, 0)
         model.model.embed_tokens = VocabParallelEmbedding(rows, first, leave)
     if model.model.norm.weight is not None:  # the end of the model is here
-        # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
+        # A tied head has no name of its own in `held`: `tie_weights` gives it the embedding's parameter.
         model.lm_head = ColumnParallelLinear(
             sharder.shard(head, model.lm_head.weight, 0) if head in held else rows, enter
         )

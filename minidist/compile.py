@@ -25,6 +25,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _compile_for_training(run):
+    """Return a function that calls `run` compiled if gradients are enabled, and uncompiled otherwise."""
     compiled = torch.compile(run, fullgraph=True, backend=BACKEND)
 
     def call(*args):

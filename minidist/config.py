@@ -464,6 +464,7 @@ def to_toml(config: Any, prefix: str = "") -> str:
 
 
 def _toml_value(value: Any) -> str:
+    """Return one value in TOML syntax; None as "none"."""
     match value:
         case None:
             return '"none"'

@@ -37,10 +37,14 @@ def parse_config_text(
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name} is not a TOML file: {error}") from None
     values.pop("ranks", None)  # of the command line
-    return _merge(base or Config(), values, name, "", suggest_option)
+    return _merge_values(base or Config(), values, name, "", suggest_option)
 
 
-def _merge(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
+def _merge_values(into: Any, values: dict, path: str, prefix: str, suggest_option: Callable[[str], str]) -> Any:
+    """Return the (sub)configuration `into` with `values` from TOML in place of its own.
+
+    path: names the source in messages. prefix: stands before the option names of this section, as "train.".
+    """
     hints = typing.get_type_hints(type(into))
     changes = {}
     hints = {item.name: hints[item.name] for item in option_fields(into)}
@@ -56,14 +60,14 @@ def _merge(into: Any, values: dict, path: str, prefix: str, suggest_option: Call
                 meant = suggest_option(name)
                 guess = f"; did you mean {meant}?" if meant else ""
                 raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below{guess}")
-            changes[key] = _merge(getattr(into, key), value, path, name + ".", suggest_option)
+            changes[key] = _merge_values(getattr(into, key), value, path, name + ".", suggest_option)
         else:
             changes[key] = convert_toml_value(value, hints[key], f"{path}: {name}")
     return dataclasses.replace(into, **changes)
 
 
 def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
-    """Convert a TOML value to the type `kind`. Raises UserError if it has another type."""
+    """Convert a TOML value to an option's type `kind`. Raises UserError, naming the option, if it has another type."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # the second where one of them is a Literal
         (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if value == "none":  # TOML has no null
@@ -84,10 +88,11 @@ def convert_toml_value(value: Any, kind: Any, name: str) -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise UserError(f"{name} is {value!r}, {_TOML_NAMES.get(type(value), 'a date')}; it must be {_expected(kind)}")
+    raise UserError(f"{name} is {value!r}, {_TOML_NAMES.get(type(value), 'a date')}; it must be {_describe_type(kind)}")
 
 
-def _expected(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
+    """Return, for a message, the values that an option of type `kind` takes."""
     if typing.get_origin(kind) is tuple:
         return "a list of numbers"
     return "a text" if kind is Path else _TOML_NAMES[kind]

@@ -18,9 +18,9 @@ _MIX64 = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 def mix(x: "Tensor | np.ndarray") -> "Tensor | np.ndarray":
     """Return the splitmix64 hash of every element of an int64 tensor or array, as int64 of the same shape."""
-    x = x + signed(_GOLDEN)
+    x = x + to_signed64(_GOLDEN)
     for shift, factor in _MIX64:
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * to_signed64(factor)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -40,11 +40,13 @@ def hash64(*fields: int | np.ndarray) -> np.ndarray:
     h = np.int64(0)
     with np.errstate(over="ignore"):  # overflow wraps, as wanted; NumPy warns about it for scalars
         for field in fields:
-            value = np.int64(signed(field % 2**64)) if isinstance(field, int) else np.asarray(field).astype(np.int64)
-            h = mix(h + value * np.int64(signed(_GOLDEN)))
+            value = (
+                np.int64(to_signed64(field % 2**64)) if isinstance(field, int) else np.asarray(field).astype(np.int64)
+            )
+            h = mix(h + value * np.int64(to_signed64(_GOLDEN)))
     return np.asarray(h).view(np.uint64)
 
 
-def signed(x: int) -> int:
+def to_signed64(x: int) -> int:
     """Convert an unsigned 64-bit integer to the signed one with the same bits."""
     return x - (1 << 64) if x >> 63 else x

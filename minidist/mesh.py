@@ -46,7 +46,10 @@ class Mesh:
         return {axis: coords[axis] for axis in AXES}
 
     def rank(self, **coords: int) -> int:
-        """Return the rank at these coordinates, 0 on axes not given: the inverse of `coords`. ValueError if outside."""
+        """Return the rank at these coordinates; an axis that is not given has coordinate 0. The inverse of `coords`.
+
+        Raises ValueError for a coordinate or an axis that the mesh does not have.
+        """
         number = 0
         for axis, size in self.sizes.items():
             at = coords.pop(axis, 0)
@@ -59,14 +62,14 @@ class Mesh:
 
     def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
         """Return the group of `rank` along `axes`: all ranks with its coordinates on the other axes, ascending."""
-        axes = self._known(axes)
+        axes = self._check_axes(axes)
         home = self.coords(rank)
         spans = [range(size) if axis in axes else (home[axis],) for axis, size in self.sizes.items()]
         return tuple(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*spans))
 
     def rank_groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """Return all groups of ranks along `axes`, sorted by their first rank; each rank is in one group."""
-        axes = self._known(axes)
+        axes = self._check_axes(axes)
         groups: list[tuple[int, ...]] = []
         placed: set[int] = set()
         for rank in range(self.world_size):
@@ -79,7 +82,8 @@ class Mesh:
         return "mesh " + " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
     @staticmethod
-    def _known(axes: Iterable[str]) -> frozenset[str]:
+    def _check_axes(axes: Iterable[str]) -> frozenset[str]:
+        """Return the axis names as a set. Raises ValueError for a name that is not in `AXES`."""
         axes = frozenset((axes,) if isinstance(axes, str) else axes)
         if unknown := axes - set(AXES):
             raise ValueError(f"no axis {', '.join(sorted(unknown))}: the axes are {', '.join(AXES)}")

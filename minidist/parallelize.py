@@ -49,11 +49,12 @@ __all__ = [
 class ParallelModel:
     """A parallelized model, as one rank sees it.
 
-    model: this rank's modules. specs: of its parameters. reducer: accumulates and reduces gradients, and holds the
-    masters that the optimizer updates. pipeline: the executor if pp > 1. parts: the layers of each part of the model,
-    in order. cp_attention: "ring" or "ulysses", the attention over sequences that are sharded over cp.
-    sequence_parallel: whether tp ranks shard the sequence between tensor-parallel regions. scaler: the loss scaler, if
-    the loss is scaled. merger: merges the replicas, if they train separately.
+    model: this rank's modules. specs: the specs of its parameters, by name. reducer: accumulates and reduces gradients,
+    and holds the masters that the optimizer updates. pipeline: the executor of this rank's stage; None if pp is 1.
+    parts: the range of layers of each model chunk of the whole pipeline, from the input on. cp_attention: "ring" or
+    "ulysses", the attention over sequences that are sharded over cp. sequence_parallel: whether tp ranks shard the
+    sequence between tensor-parallel regions. scaler: the loss scaler; None without loss scaling. merger: averages
+    replicas that train separately; None if all ranks train together.
     """
 
     model: nn.Module
@@ -124,7 +125,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     check_specs_match_parameters(model, specs)
     policy = resolve_policy(config.precision)
     chunk_of = {} if schedule is None else _completing_chunks(schedule, groups["activations"].rank, used_by)
-    reducer = _reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)
+    reducer = _make_gradient_reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
@@ -137,7 +138,10 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
 
 
 def _completing_chunks(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return, for each parameter, the chunk whose backward completes its gradient."""
+    """Return, by parameter name, the chunk of `stage` whose backward completes the parameter's gradient.
+
+    used_by: the chunks of the stage that use each parameter; the earliest in the pipeline is the last in backward.
+    """
     return {
         name: min(chunks, key=lambda chunk: schedule.position(stage, chunk))
         for name, chunks in used_by.items()
@@ -145,7 +149,7 @@ def _completing_chunks(schedule: Schedule, stage: int, used_by: Mapping[str, Seq
     }
 
 
-def _reducer(
+def _make_gradient_reducer(
     model: nn.Module,
     specs: dict[str, ParamSpec],
     groups: Groups,
@@ -154,7 +158,11 @@ def _reducer(
     names: Sequence[str],
     chunk_of: Mapping[str, int],
 ) -> GradientReducer:
-    """Build the gradient reducer of the configuration. names: of the full model's parameters."""
+    """Cast the model's parameters to their dtype, and build the gradient reducer of the configuration.
+
+    names: the names of the full model's parameters. chunk_of: for each parameter, the chunk of this rank's stage whose
+    backward completes its gradient; empty without a pipeline.
+    """
     dtypes, values = cast_parameters(model, policy)
     reduction_groups = [groups[name] for name in GRADIENT_GROUPS if name in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:

@@ -83,6 +83,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of `flat_boxes`, whose arguments have been checked."""
     if start == stop:
         return
     if len(shape) <= 1:
@@ -91,15 +92,19 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the whole rows are first <= i < last
     if first > last:  # everything inside one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        yield from _boxes_in_row(shape, last, start - last * row, stop - last * row)
         return
-    yield from _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
+    yield from _boxes_in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
     if first < last:
         yield Box((first,) + (0,) * (len(shape) - 1), (last,) + shape[1:])
-    yield from _in_row(shape, last, 0, stop - last * row)
+    yield from _boxes_in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of elements `start` to `stop` of one row.
+
+    shape: of the full tensor. row: index of the row in dimension 0. start, stop: flat positions within the row.
+    """
     for box in _flat_boxes(shape[1:], start, stop):
         yield Box((row, *box.start), (row + 1, *box.stop))
 
@@ -113,9 +118,9 @@ class ParamSpec:
     boxes: this rank's shard, in memory order.
     replicas: ascending global ranks that hold the same boxes, including this one. The norm counts, and the checkpoint
         saves, only one of them (`owner`).
-    contributors: the replicas, including this one, whose local gradients must be summed because each processes other
-        tokens or other layers. The remaining replicas have equal gradients, which must not be counted twice. All
-        replicas by default.
+    contributors: the subset of `replicas`, including this rank, whose local gradients must be summed, because each
+        processes other tokens or other layers. The remaining replicas compute the same gradients as one of these, and
+        must not be counted twice. All replicas by default.
     """
 
     name: str

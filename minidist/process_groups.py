@@ -25,8 +25,9 @@ GRADIENT_GROUPS = ("grads", "shard_replicas", "norms", "heads", "tied")
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Return the specs of all process groups that `config` needs on `mesh`; a mesh axis of size 1 needs none.
 
-    If replicas train separately, every other group lies inside a replica, "replica" has all ranks of a replica, and
-    "outer" has the ranks with the same coordinates in each replica.
+    If replicas train separately (local SGD, DiLoCo, gossip, asynchronous workers), two groups are added: "replica", all
+    ranks of one replica, and "outer", the ranks at the same position in each replica. Every other group then lies
+    inside a replica.
     """
     each = config.replica_mesh(mesh).dp
     specs = _replica_group_specs(config.replica_mesh(mesh), config)
@@ -34,14 +35,17 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
         return specs
     replicas = tuple(tuple(range(first, first + each)) for first in range(0, mesh.dp, each))
     return [
-        *(_in_each_replica(spec, replicas) for spec in specs),
+        *(_repeat_in_each_replica(spec, replicas) for spec in specs),
         GroupSpec("replica", AXES, (("dp", replicas),)),
         GroupSpec("outer", ("dp",), (("dp", tuple(zip(*replicas, strict=True))),)),
     ]
 
 
-def _in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> GroupSpec:
-    """Return the spec, made for the first replica, with its groups in every replica. replicas: their dp coordinates."""
+def _repeat_in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> GroupSpec:
+    """Return `spec`, whose groups lie in the first replica, with the same groups in every replica.
+
+    replicas: the dp coordinates of each replica.
+    """
     if "dp" not in spec.axes:
         return spec
     partitions = dict(spec.axis_partitions)
@@ -51,16 +55,16 @@ def _in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> Grou
 
 
 def _replica_group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
-    """Return the specs of all process groups inside a replica. mesh: of the replica."""
-    shard_spec, replica_spec = _gradient_specs(mesh, config)
+    """Return the specs of all process groups inside a replica. mesh: the mesh of one replica."""
+    shard_spec, replica_spec = _gradient_group_specs(mesh, config)
     specs = [shard_spec, *DEFAULT_GROUP_SPECS[1:]]
     if config.zero.stage and replica_spec.axes:
         specs.append(replica_spec)
     if mesh.tp > 1:
         specs.append(GroupSpec("tensor", ("tp",)))
-        specs += _summed_over_tensor(mesh.tp, config, replica_spec)
+        specs += _partial_gradient_specs(mesh.tp, config, replica_spec)
     if config.optim.kind == "muon":
-        specs += _matrices(mesh, config, shard_spec)
+        specs += _matrix_group_specs(mesh, config, shard_spec)
     if mesh.cp > 1:
         specs.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
@@ -73,10 +77,10 @@ def _replica_group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     return specs
 
 
-def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
-    """Return the group over which ZeRO shards gradients, and the group of the replicas of each shard.
+def _gradient_group_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
+    """Return two specs: the group over which ZeRO shards gradients, and the group of the replicas of a shard.
 
-    Without ZeRO nothing is sharded: both have all ranks that process different tokens.
+    Without ZeRO nothing is sharded: both groups have all ranks that process different tokens.
     """
     if config.zero.stage == 0:
         return DEFAULT_GROUP_SPECS[0], GroupSpec("shard_replicas", DEFAULT_GROUP_SPECS[0].axes)
@@ -90,15 +94,21 @@ def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     )
 
 
-def _matrices(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSpec]:
-    """Return the group over which ZeRO or tensor parallelism shards a matrix, in which Muon exchanges it."""
+def _matrix_group_specs(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSpec]:
+    """Return, for Muon, the spec of the group over which ZeRO or tensor parallelism shards a matrix, if one does.
+
+    shard_spec: the group over which ZeRO shards gradients.
+    """
     sharded = config.zero.shard_group_size(mesh) > 1
     axes = (*(shard_spec.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
     return [GroupSpec("matrices", axes, shard_spec.axis_partitions if sharded else ())] if axes else []
 
 
-def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
-    """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `replica_spec`."""
+def _partial_gradient_specs(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
+    """Return the specs of the groups that sum gradients of which several tp ranks hold partial sums.
+
+    tp: number of tensor-parallel ranks. replica_spec: the ranks that hold the same shard, over which the groups extend.
+    """
     specs = []
     axes = (*replica_spec.axes, "tp")
     if config.parallel.sequence:
@@ -112,14 +122,14 @@ def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> lis
 
 
 def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Return the stages that hold the first and the last part of the model, ascending; one stage if it holds both."""
+    """Return the stages that hold the first and the last model chunk, ascending; one stage if it holds both."""
     return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.num_parts - 1)[0]}))
 
 
 def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
-    """Return the range of layers of each part of the model, from the input on, balanced by FLOPs per token.
+    """Return the range of layers of each model chunk, from the input on, balanced by FLOPs per token.
 
-    The model has one part per stage and chunk of `schedule`. The FLOPs of the output head count for the last part.
+    `schedule` says how many chunks each stage has. The FLOPs of the output head count for the last chunk.
     """
     flops = forward_flops(model, seq_len)
     layers = [flops.layer_weights + flops.layer_attention] * model.num_layers
@@ -135,7 +145,7 @@ class ForwardFlops(NamedTuple):
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> ForwardFlops:
-    """Return the FLOPs of forward per token: 2 per weight (multiply and add), and 4 h s in attention."""
+    """Return the FLOPs of forward per token: 2 per weight, and 4 * hidden_size * seq_len for attention per layer."""
     h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     weights = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size)
     return ForwardFlops(weights, 4 * h * seq_len, 2 * h * model.vocab_size)

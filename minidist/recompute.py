@@ -61,15 +61,15 @@ def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Enough(Exception):
-    """Stops the second run once all saved tensors have been recomputed."""
+class _AllRecomputed(Exception):
+    """Raised inside the recomputation to stop it once all saved tensors have been recomputed."""
 
 
 class _RecomputationHooks:
     """The saved-tensor hooks of one call of `run`: drop the tensors in forward, and recompute them in backward.
 
     run: the function. args: its arguments, the only tensors that are kept. Autograd saves the same tensors in the same
-    order in both runs, so an index identifies each of them.
+    order in the forward and in its recomputation, so an index identifies each of them.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
@@ -97,12 +97,12 @@ class _RecomputationHooks:
         def keep(tensor: Tensor) -> None:
             found.append(tensor.detach())
             if len(found) == len(self._saved):  # skips the rest of the forward, which is not needed
-                raise _Enough
+                raise _AllRecomputed
 
-        with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
+        with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _refuse_backward):
             for mode in self._modes:
                 stack.enter_context(mode)
-            with suppress(_Enough):
+            with suppress(_AllRecomputed):
                 self._run(*_detached(self._args))
         kinds = [(tensor.shape, tensor.dtype) for tensor in found]
         if kinds != self._saved:
@@ -114,7 +114,8 @@ class _RecomputationHooks:
         return found
 
 
-def _never(_: None) -> Tensor:
+def _refuse_backward(_: None) -> Tensor:
+    """Unpack hook of the recomputed graph: raise RuntimeError, as only its saved tensors are used."""
     raise RuntimeError("a recomputed graph is there for its tensors: no backward goes through it")
 
 

@@ -315,6 +315,7 @@ def _validate_consistency(config: Config, mesh: Mesh) -> None:
 
 
 def _validate_server(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the mesh or other options do not work with one server for all parameters."""
     mode = config.consistency.mode
     server = config.consistency.server
     zero = config.zero.stage
@@ -404,7 +405,7 @@ def _validate_engine(config: Config) -> None:
 
 
 def _simple_restrictions(config: Config) -> _Restrictions:
-    """Return what `minidist/simple` leaves out."""
+    """Return, for each option that engine simple supports in part: (is it possible, what was given, the change)."""
     precision = config.precision
     zero = config.zero
     mode = config.consistency

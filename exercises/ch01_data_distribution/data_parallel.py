@@ -35,7 +35,7 @@ You may call:
 
 Check it with: python -m exercises check data_parallel
 
-Stub ff362c94.
+Stub d1055902.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ class NaiveReducer:
         raise NotImplementedError("reduce the sums, find out which parameters any rank used, and set .grad")
 
     def reduce_sums(self) -> None:
-        """Collective: sum over the ranks what is not yet summed. Every rank takes part, one without data with zeros."""
+        """Collective: sum over the ranks all gradients that are not yet summed. A rank without data sends zeros."""
         raise NotImplementedError("sum each parameter's gradient over the ranks")
 
     def update_parameters(self) -> None:

@@ -30,7 +30,7 @@ You may call:
 
 Check it with: python -m exercises check region_operators
 
-Stub b7842934.
+Stub e0314179.
 """
 
 import torch
@@ -68,7 +68,7 @@ class Region:
         self.group = group
 
     def gather(self, x: Tensor) -> Tensor:
-        """Give every rank all tokens: the identity, as it has them."""
+        """Return all tokens, which every rank has here: the identity."""
         raise NotImplementedError("return all tokens, (b, s, h)")
 
     def reduce(self, x: Tensor) -> Tensor:

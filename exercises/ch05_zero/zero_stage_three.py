@@ -30,7 +30,7 @@ You may call:
 
 Check it with: python -m exercises check zero_stage_three
 
-Stub e2da3fdc.
+Stub a214a988.
 """
 
 from minidist.comm import Group
@@ -54,7 +54,7 @@ class ZeroStage3(ZeroStage2):
         raise NotImplementedError("gather the block, and start the gather of the following one")
 
     def reduce(self, flat: FlatParameter) -> None:
-        """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
+        """Collective: reduce-scatter the gradients of a flat parameter; free its parameters: their backward is over."""
         raise NotImplementedError("reduce, and free the parameters")
 
     def gather_root(self) -> None:

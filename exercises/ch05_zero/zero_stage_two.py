@@ -25,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check zero_stage_two
 
-Stub bcce1684.
+Stub 4d19cb8a.
 """
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class ZeroStage2(ZeroStage1):
         raise NotImplementedError("forget all gradients; all blocks are pending")
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
+        """Add a local gradient; reduce pending blocks, from the last one on, while their gradients are complete."""
         raise NotImplementedError("add the gradient, and reduce the blocks that are complete")
 
     def end_micro_batch(self) -> None:

@@ -35,7 +35,7 @@ You may call:
 
 Check it with: python -m exercises check same_run_resume
 
-Stub 85a12c95.
+Stub c9f7f460.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def state_shards(engine: Engine) -> list[Shard]:
 
 
 def json_state(trainer: "Trainer") -> dict[str, Any]:
-    """Return all that the next steps depend on and that is no tensor, as a JSON object; and what the run is."""
+    """Return all that later steps depend on except tensors, and the run's options and corpus, as a JSON object."""
     raise NotImplementedError("return everything else that the next steps depend on")
 
 

@@ -39,7 +39,7 @@ def parse_step(folder: Path) -> int:
 def complete_checkpoints(root: str | Path) -> dict[int, Path]:
     """Return the complete checkpoints in `root` as {step: folder}, ascending; empty if `root` does not exist."""
     found: dict[int, Path] = {}
-    for name in sorted(_entries(Path(root))):  # `step-1` sorts before `step-1.replaced`: the plain name wins
+    for name in sorted(_list_names(Path(root))):  # `step-1` sorts before `step-1.replaced`: the plain name wins
         if (match := _COMPLETE.fullmatch(name)) and (folder := Path(root, name)).is_dir():
             found.setdefault(int(match[1]), folder)
     return dict(sorted(found.items()))
@@ -47,7 +47,7 @@ def complete_checkpoints(root: str | Path) -> dict[int, Path]:
 
 def unfinished_checkpoints(root: str | Path) -> list[Path]:
     """Return the folders in `root` of checkpoints whose save, or whose deletion, was interrupted; sorted by name."""
-    return [Path(root, name) for name in sorted(_entries(Path(root))) if _PARTIAL.fullmatch(name)]
+    return [Path(root, name) for name in sorted(_list_names(Path(root))) if _PARTIAL.fullmatch(name)]
 
 
 def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
@@ -59,18 +59,18 @@ def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     root = Path(root)
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
-        raise UserError(f"no checkpoint to {purpose}: {root} {what}. {_offer(root.parent)}")
+        raise UserError(f"no checkpoint to {purpose}: {root} {what}. {_suggest_checkpoints(root.parent)}")
     if _PARTIAL.fullmatch(root.name):
-        raise UserError(f"no checkpoint to {purpose}: {root} was never finished. {_offer(root.parent)}")
+        raise UserError(f"no checkpoint to {purpose}: {root} was never finished. {_suggest_checkpoints(root.parent)}")
     if _COMPLETE.fullmatch(root.name):
         return root
     if found := complete_checkpoints(root):
         return found[max(found)]
-    names = sorted(_entries(root))
-    holds = f"holds no complete one, only {_some(names)}" if names else "is empty"
+    names = sorted(_list_names(root))
+    holds = f"holds no complete one, only {_format_names(names)}" if names else "is empty"
     never_finished = ", of which .partial was never finished" if any(map(_PARTIAL.fullmatch, names)) else ""
     below = [root / name for name in names if complete_checkpoints(root / name)]
-    advice = _offer(below[0]) if below else f"A checkpoint is a folder like step-00000100. {_ADVICE}"
+    advice = _suggest_checkpoints(below[0]) if below else f"A checkpoint is a folder like step-00000100. {_ADVICE}"
     raise UserError(f"no checkpoint to {purpose}: {root} {holds}{never_finished}. {advice}")
 
 
@@ -88,7 +88,7 @@ def prune_checkpoints(
     root = Path(root)
     deleted = []
     try:
-        for name in _entries(root):
+        for name in _list_names(root):
             if _PARTIAL.fullmatch(name) or (name.endswith(".replaced") and _replaced_is_stale(root / name)):
                 _delete_checkpoint(root / name)
         steps = complete_checkpoints(root)
@@ -149,21 +149,25 @@ _ADVICE = "Give a folder that holds one; minidist train writes them to runs/0001
 
 
 def _replaced_is_stale(folder: Path) -> bool:
+    """Whether the checkpoint that replaces `step-NAME.replaced` is complete, so that the old one can go."""
     return folder.with_suffix("").is_dir()
 
 
-def _entries(root: Path) -> list[str]:
+def _list_names(root: Path) -> list[str]:
+    """Return the names of what a folder contains; [] if it does not exist."""
     return os.listdir(root) if root.is_dir() else []
 
 
-def _some(names: list[str], limit: int = 4) -> str:
+def _format_names(names: list[str], limit: int = 4) -> str:
+    """Return names for a message, at most `limit` of them."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _offer(root: Path) -> str:
+def _suggest_checkpoints(root: Path) -> str:
+    """Return a sentence for an error message: the checkpoints in `root`, or where checkpoints are."""
     found = complete_checkpoints(root)
     return (
-        f"{root} holds {_some([path.name for path in reversed(found.values())])}; give one of them."
+        f"{root} holds {_format_names([path.name for path in reversed(found.values())])}; give one of them."
         if found
         else _ADVICE
     )

@@ -90,7 +90,7 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
     }
     # JSON turns keys into strings and tuples into lists: hash the body as `read_index_file` will read it.
     body = json.loads(json.dumps(body, allow_nan=False))
-    return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body}, separators=(",", ":"))
+    return json.dumps({"format": body.pop("format"), "sha256": _hash_body(body), **body}, separators=(",", ":"))
 
 
 def read_index_file(path: Path) -> Index:
@@ -107,13 +107,13 @@ def read_index_file(path: Path) -> Index:
         if (scheme := body["checksum"]) != SCHEME:
             raise DamagedError(f"{file} has checksums of the kind {scheme!r}; this version reads {SCHEME!r}")
         sha256 = body.pop("sha256")
-        if sha256 != (actual := _digest(body)):
+        if sha256 != (actual := _hash_body(body)):
             raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
         files = {name: FileEntry(entry["checksum"], entry["bytes"]) for name, entry in body["files"].items()}
         names = sorted(files)
-        partitions = [tuple(_part(names, *part) for part in parts) for parts in body["partitions"]]
+        partitions = [tuple(_parse_part(names, *part) for part in parts) for parts in body["partitions"]]
         tensors = {
-            name: SavedTensor(each["dtype"], tuple(each["shape"]), _entry(partitions, each["partition"], "partition"))
+            name: SavedTensor(each["dtype"], tuple(each["shape"]), _look_up(partitions, each["partition"], "partition"))
             for name, each in body["tensors"].items()
         }
         index = Index(path, body["step"], body["state"], files, tensors, sha256)
@@ -155,16 +155,19 @@ def verify_checkpoint(path: Path) -> list[str]:
     return find_damaged_files(index, index.files)
 
 
-def _part(names: list[str], file: int, start: int | list, stop: int | list) -> SavedPart:
+def _parse_part(names: list[str], file: int, start: int | list, stop: int | list) -> SavedPart:
+    """Return a part as read from JSON: the number of its file in `names`, and its start and stop."""
     limits = (tuple(limit) if isinstance(limit, list) else limit for limit in (start, stop))
-    return SavedPart(*limits, _entry(names, file, "file"))
+    return SavedPart(*limits, _look_up(names, file, "file"))
 
 
-def _entry(entries: list, number: int, what: str) -> Any:
+def _look_up(entries: list, number: int, what: str) -> Any:
+    """Return `entries[number]`. Raises ValueError unless `number` is a valid index. what: names the entry."""
     if not is_count(number) or number >= len(entries):
         raise ValueError(f"it refers to {what} {str(number)[:60]!r} of {len(entries)}")
     return entries[number]
 
 
-def _digest(body: dict) -> str:
+def _hash_body(body: dict) -> str:
+    """Return the SHA-256 (hex) of the index without its entries "format" and "sha256"."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,8 +1,9 @@
 """Validation of a checkpoint's index, which may come from anyone: it must describe files of its own folder only.
 
 A SHA-256 shows that bytes are those that were written, not that whoever wrote them meant well: an edited index carries
-the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened: file names that would
-lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, boxes outside of it.
+the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened. Refused are file
+names that would lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, and
+boxes outside of their tensor.
 """
 
 import json
@@ -34,7 +35,7 @@ def read_json_object(file: Path, max_bytes: int = MAX_INDEX_BYTES) -> dict[str, 
     if (size := regular_file_size(file)) > max_bytes:
         raise ValueError(f"it has {size:,} bytes, and an index has {max_bytes:,} at most")
     try:
-        body = json.loads(file.read_bytes(), object_pairs_hook=_unique_names, parse_constant=_refuse_constant)
+        body = json.loads(file.read_bytes(), object_pairs_hook=_make_object, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(body, dict):
@@ -59,18 +60,18 @@ def check_index(index: "Index") -> None:
     tensor is in exactly one box, and that every file has the size of the boxes in it.
     """
     if not is_count(index.step):
-        raise ValueError(f"its step is {_short(index.step)}, not a whole number of at least 0")
+        raise ValueError(f"its step is {_shorten(index.step)}, not a whole number of at least 0")
     if (match := _FOLDER.fullmatch(index.path.resolve().name)) and int(match[1]) != index.step:
         raise ValueError(f"its step is {index.step}, and its folder is called {index.path.resolve().name}")
     if not isinstance(index.state, dict):
-        raise ValueError(f"its state is {_short(index.state)}, not an object")
+        raise ValueError(f"its state is {_shorten(index.state)}, not an object")
     for name, entry in index.files.items():
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{_short(name)} is no name of a file in this folder")
+            raise ValueError(f"{_shorten(name)} is no name of a file in this folder")
         if not isinstance(entry.checksum, str) or not _CHECKSUM.fullmatch(entry.checksum):
-            raise ValueError(f"the checksum of {name} is {_short(entry.checksum)}, not 64 hexadecimal digits")
+            raise ValueError(f"the checksum of {name} is {_shorten(entry.checksum)}, not 64 hexadecimal digits")
         if not is_count(entry.num_bytes):
-            raise ValueError(f"the size of {name} is {_short(entry.num_bytes)}, not a number of bytes")
+            raise ValueError(f"the size of {name} is {_shorten(entry.num_bytes)}, not a number of bytes")
     used = dict.fromkeys(index.files, 0)
     for name, tensor in index.tensors.items():
         _check_tensor(name, tensor)
@@ -88,16 +89,19 @@ def is_count(value: Any) -> bool:
 
 
 def _check_tensor(name: str, tensor: SavedTensor) -> None:
+    """Raise ValueError unless dtype, shape and parts of a tensor are valid and cover each element once."""
     if tensor.dtype_name not in DTYPES:
-        raise ValueError(f"{_short(name)} has the unknown dtype {_short(tensor.dtype_name)}")
+        raise ValueError(f"{_shorten(name)} has the unknown dtype {_shorten(tensor.dtype_name)}")
     if len(tensor.shape) > _MAX_DIMENSIONS or not all(map(is_count, tensor.shape)):
-        raise ValueError(f"{_short(name)} has the shape {_short(list(tensor.shape))}")
+        raise ValueError(f"{_shorten(name)} has the shape {_shorten(list(tensor.shape))}")
     for part in tensor.parts:
         (start, stop), limits = _bounds_and_shape(part, tensor.shape)
         inside = len(start) == len(stop) == len(limits) and all(map(is_count, (*start, *stop)))
         if not inside or not all(a < b <= n for a, b, n in zip(start, stop, limits, strict=True)):
-            bounds = f"from {_short(list(start))} to {_short(list(stop))}"
-            raise ValueError(f"{_short(name)} has shape {_short(list(tensor.shape))}, and a part of it goes {bounds}")
+            bounds = f"from {_shorten(list(start))} to {_shorten(list(stop))}"
+            raise ValueError(
+                f"{_shorten(name)} has shape {_shorten(list(tensor.shape))}, and a part of it goes {bounds}"
+            )
     check_covered(name, tensor)
 
 
@@ -109,19 +113,21 @@ def _bounds_and_shape(part: SavedPart, shape: tuple[int, ...]) -> tuple:
 
 
 def _refuse_constant(name: str) -> None:
+    """JSON hook: raise ValueError for NaN and infinities."""
     raise ValueError(f"it contains {name}, which JSON does not have")
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON hook: return the pairs of an object as a dict. Raises ValueError if a name occurs twice."""
     names: dict[str, Any] = {}
     for name, value in pairs:
         if name in names:
-            raise ValueError(f"it has the name {_short(name)} twice")
+            raise ValueError(f"it has the name {_shorten(name)} twice")
         names[name] = value
     return names
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Show a value in a message, at most 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -71,7 +71,7 @@ def load_checkpoint(
         _check_fits(index, plans, prefix)
         run_on_all_ranks(all_gather_object, check)
         run_on_all_ranks(all_gather_object, lambda: _check_headers(index, reads))
-        run_on_all_ranks(all_gather_object, lambda: _read(index, reads))
+        run_on_all_ranks(all_gather_object, lambda: _read_into_shards(index, reads))
     except ErrorOnAnyRank as failure:
         if not failure.found_damage:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
@@ -82,6 +82,11 @@ def load_checkpoint(
 
 
 def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
+    """Raise UserError if ranks see different checkpoints, MisfitError if tensors do not match the shards to load.
+
+    plans: for each rank the index's SHA-256, the names of its shards, the files to read, and its mismatches as text.
+    prefix: as in `load_checkpoint`.
+    """
     if len({sha256 for sha256, *_ in plans}) > 1:
         raise UserError(f"the ranks see different checkpoints at {index.path}: give a folder that all of them share")
     loaded_names = set().union(*(names for _, names, _, _ in plans))
@@ -114,7 +119,8 @@ def _check_headers(index: Index, reads: dict[str, list]) -> None:
             raise DamagedError(f"{index.path / file} is not the file that its index describes: {error}") from error
 
 
-def _read(index: Index, reads: dict[str, list]) -> None:
+def _read_into_shards(index: Index, reads: dict[str, list]) -> None:
+    """Read this rank's boxes into its shards, in place. reads: from `plan_reads`."""
     for file, boxes in reads.items():
         with safe_open(index.path / file, framework="pt") as stream:
             for shard, source, box in boxes:

@@ -27,9 +27,12 @@ from minidist.fault.collective_errors import ErrorOnAnyRank, GatherObjects, gath
 
 
 @dataclass
-class _Save:
-    """A save in flight. file: the outcome of writing this rank's file. is_committed: on rank 0, whether it is complete
-    already."""
+class _PendingSave:
+    """A save in flight.
+
+    file: the future of this rank's file; its result is the file's entry. is_committed: on rank 0, whether the
+    checkpoint is complete already; on other ranks False.
+    """
 
     step: int
     state: dict
@@ -64,7 +67,7 @@ class CheckpointSaver:
         self._num_ranks = 0  # of the last save
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
-        self._save: _Save | None = None
+        self._save: _PendingSave | None = None
         self.on_phase: Callable[[str, int], None] = lambda phase, step: None
         self.writes_entries = False
 
@@ -93,7 +96,7 @@ class CheckpointSaver:
         exactly once. state: a JSON object (configuration, position, fingerprint of the corpus), saved by rank 0. copy:
         if False, the thread writes the tensors without copying them first, which needs no extra memory; the tensors
         must then not change until `finish_save` returns.
-        Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any of them failed.
+        Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any rank failed.
         """
         if self._save is not None:
             raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
@@ -110,7 +113,9 @@ class CheckpointSaver:
 
         def merge():
             if self._rank == 0:
-                self._tensors = format_tensors(shards.merge_plans(plans, [_file(at) for at in range(len(plans))]))
+                self._tensors = format_tensors(
+                    shards.merge_plans(plans, [_rank_file_name(at) for at in range(len(plans))])
+                )
 
         try:
             outcomes = run_on_all_ranks(self.all_gather_object, describe)
@@ -125,12 +130,12 @@ class CheckpointSaver:
         except ErrorOnAnyRank as failure:
             raise self._make_error(step, failure) from failure.__cause__
         to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
-        self._save = _Save(step, state, self._start_writing(step, to_save, copy))
+        self._save = _PendingSave(step, state, self._start_writing(step, to_save, copy))
 
     def finish_save(self) -> Path | None:
         """Collective: wait until all ranks have written their files, complete the checkpoint, and return its folder.
 
-        Returns None if no save is in flight. Raises RunError, the same on all ranks, if any of them failed; then
+        Returns None if no save is in flight. Raises RunError, the same on all ranks, if any rank failed; then
         earlier checkpoints are not changed.
         """
         if (save := self._save) is None:
@@ -167,15 +172,15 @@ class CheckpointSaver:
         folder = folders.checkpoint_folder(self.root, save.step, ".partial")
         with contextlib.suppress(OSError):
             names = set(os.listdir(folder))  # one look at the folder, however many ranks there are
-            if all(_entry_file(at) in names for at in range(self._num_ranks)):
-                self._commit(save, [_read_entry(folder / _entry_file(at)) for at in range(self._num_ranks)])
+            if all(_entry_file_name(at) in names for at in range(self._num_ranks)):
+                self._commit(save, [_read_entry(folder / _entry_file_name(at)) for at in range(self._num_ranks)])
                 return folders.checkpoint_folder(self.root, save.step)
         return None
 
-    def _commit(self, save: _Save, entries: list[FileEntry | None]) -> None:
+    def _commit(self, save: _PendingSave, entries: list[FileEntry | None]) -> None:
         """On rank 0, complete a checkpoint whose files are all on disk. entries: of the files, by rank."""
         folder = folders.checkpoint_folder(self.root, save.step, ".partial")
-        files = {_file(at): entry for at, entry in enumerate(entries) if entry}
+        files = {_rank_file_name(at): entry for at, entry in enumerate(entries) if entry}
         for name, entry in files.items():
             if not (file := folder / name).exists() or file.stat().st_size != entry.num_bytes:
                 raise OSError(f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks")
@@ -183,7 +188,7 @@ class CheckpointSaver:
         (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, self._tensors))
         folders.fsync_path(folder / INDEX_NAME)
         for at in range(len(entries) if self.writes_entries else 0):
-            (folder / _entry_file(at)).unlink(missing_ok=True)
+            (folder / _entry_file_name(at)).unlink(missing_ok=True)
         folders.commit_checkpoint(self.root, save.step)
         save.is_committed = True
 
@@ -193,15 +198,17 @@ class CheckpointSaver:
 
     def _start_writing(self, step: int, tensors: dict[str, Tensor], copy: bool) -> "Future[FileEntry | None]":
         """Copy this rank's tensors, if asked, and let the thread write them. An error is the future's outcome."""
-        file = folders.checkpoint_folder(self.root, step, ".partial") / _file(self._rank)
+        file = folders.checkpoint_folder(self.root, step, ".partial") / _rank_file_name(self._rank)
         try:
             self.on_phase("copy", step)
             tensors, ready = self._copy_to_host(tensors) if copy else (tensors, None)
         except Exception as error:
             (failed := Future()).set_exception(error)
             return failed
-        entry_file = file.with_name(_entry_file(self._rank)) if self.writes_entries else None
-        return self._writer.submit(_write, file, tensors, ready, lambda: self.on_phase("write", step), entry_file)
+        entry_file = file.with_name(_entry_file_name(self._rank)) if self.writes_entries else None
+        return self._writer.submit(
+            _write_rank_file, file, tensors, ready, lambda: self.on_phase("write", step), entry_file
+        )
 
     def _copy_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy tensors into host memory; the event, on CUDA, says when the copies are complete.
@@ -240,7 +247,7 @@ def save_checkpoint(
     """Collective: save the checkpoint of `step` below the folder `root`, wait until it is complete, return its folder.
 
     The arguments are those of `CheckpointSaver` and `CheckpointSaver.start_save`. Raises RunError, the same on all
-    ranks, if any of them failed; then earlier checkpoints are not changed.
+    ranks, if any rank failed; then earlier checkpoints are not changed.
     """
     saver = CheckpointSaver(root, all_gather_object, rank)
     try:
@@ -250,24 +257,27 @@ def save_checkpoint(
         saver.close()
 
 
-def _file(rank: int) -> str:
+def _rank_file_name(rank: int) -> str:
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def _entry_file(rank: int) -> str:
+def _entry_file_name(rank: int) -> str:
+    """Return the name of the file with the `FileEntry` of a rank's file, written beside it."""
     return f"rank-{rank:05d}.written.json"
 
 
-def _write(
+def _write_rank_file(
     file: Path,
     tensors: dict[str, Tensor],
     ready: torch.cuda.Event | None,
     on_write: Callable[[], None],
     entry_file: Path | None,
 ) -> FileEntry | None:
-    """Write this rank's boxes and wait until they are on disk; returns None if there are none.
+    """Write this rank's tensors to `file` and wait until they are on disk; return the entry, None without tensors.
 
-    entry_file: if given, the returned entry is then written there.
+    ready: the event after which CUDA's copies are complete. on_write: called first. entry_file: if given, the entry is
+    also written there.
     """
     try:
         on_write()
@@ -290,12 +300,16 @@ def _write(
 
 
 def _write_entry(file: Path, entry: FileEntry | None) -> None:
-    """Write an entry so that whoever sees the file sees all of it. Not fsynced: it is of no use after a crash."""
+    """Write an entry under a temporary name and rename it, so that a reader sees all of it or no file.
+
+    Not fsynced: it is of no use after a crash.
+    """
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(entry and asdict(entry)))
     os.rename(unfinished, file)
 
 
 def _read_entry(file: Path) -> FileEntry | None:
+    """Return the entry that `_write_entry` wrote."""
     entry = json.loads(file.read_text())
     return entry and FileEntry(**entry)

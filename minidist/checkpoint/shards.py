@@ -157,12 +157,12 @@ def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
     for shard in local_shards:
         dtype_name, shape, boxes = tensors.setdefault(shard.name, (shard.dtype_name, shard.shape, []))
         if (dtype_name, shape) != (shard.dtype_name, shard.shape):
-            raise _mismatch(shard.name, (dtype_name, shape), (shard.dtype_name, shard.shape))
+            raise _mismatch_error(shard.name, (dtype_name, shape), (shard.dtype_name, shard.shape))
         boxes += [shard.box] if shard.is_saved_here and shard.box.numel else []
     kinds: dict[tuple, list[tuple[str, str]]] = {}
     for name, (dtype_name, shape, boxes) in tensors.items():
         prefix = name[: name.find("/") + 1]
-        key = name.removeprefix(prefix), shape, _as_parts(shape, boxes)
+        key = name.removeprefix(prefix), shape, _merge_into_parts(shape, boxes)
         kinds.setdefault(key, []).append((prefix, dtype_name))
     return [(parameter, shape, tuple(found), parts) for (parameter, shape, parts), found in kinds.items()]
 
@@ -184,7 +184,7 @@ def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedT
             tensor = SavedTensor(dtype_name, shape, parts)
             if (known := tensors.setdefault(prefix + parameter, tensor)) is not tensor:
                 if (known.dtype_name, known.shape) != (dtype_name, shape):
-                    raise _mismatch(prefix + parameter, (known.dtype_name, known.shape), (dtype_name, shape))
+                    raise _mismatch_error(prefix + parameter, (known.dtype_name, known.shape), (dtype_name, shape))
                 tensors[prefix + parameter] = SavedTensor(dtype_name, shape, known.parts + parts)
     for name, tensor in tensors.items():
         check_covered(name, tensor)
@@ -192,7 +192,7 @@ def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedT
 
 
 def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
-    """Return (saved box, its intersection with the shard) for each saved box of `tensor` that overlaps it."""
+    """Return (saved box, its intersection with the shard) for each saved box of `tensor` that overlaps the shard."""
     if not shard.box.numel:
         return []
     first = _flat_index(tensor.shape, shard.box.start)
@@ -256,12 +256,13 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
         raise ValueError(f"{name}: {count} of {total} elements are written ({given}{more})")
 
 
-def _mismatch(name: str, here: tuple, there: tuple) -> ValueError:
+def _mismatch_error(name: str, here: tuple, there: tuple) -> ValueError:
+    """Return the error that a tensor has two different (dtype name, shape)."""
     return ValueError(f"{name} is {here[0]} of shape {here[1]} here and {there[0]} {there[1]} there")
 
 
-def _as_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
-    """Return boxes as (start, stop): one flat range if they are the boxes of one, else each a range or a box."""
+def _merge_into_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
+    """Return boxes as (start, stop): a single flat range if `flat_boxes` gives these boxes; otherwise one per box."""
     if not boxes:
         return ()
     # Boxes of a range follow one another, so the first and the last give its limits.
@@ -270,7 +271,7 @@ def _as_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
         return ((start, stop),)
     if len(boxes) == 1:
         return ((boxes[0].start, boxes[0].stop),)
-    return tuple(part for box in boxes for part in _as_parts(shape, [box]))
+    return tuple(part for box in boxes for part in _merge_into_parts(shape, [box]))
 
 
 def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:

@@ -30,7 +30,7 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """
     # By falling element size, so that every tensor starts at a multiple of its own.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    chunks = [_header(ordered), *(_as_bytes(tensor) for _, tensor in ordered)]
+    chunks = [_make_header(ordered), *(_view_as_bytes(tensor) for _, tensor in ordered)]
     with open(file, "wb", buffering=0) as stream:
         blocks = enumerate(_divide_into_blocks(chunks))
         digests = run_on_threads(lambda block: _write_block(stream.fileno(), *block), blocks)
@@ -38,8 +38,8 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     return FileEntry(combine_block_digests(digests), sum(map(len, chunks)))
 
 
-def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
-    """The length of the JSON header as 8 bytes, little-endian, and the header, padded with spaces to 8 bytes."""
+def _make_header(ordered: list[tuple[str, Tensor]]) -> memoryview:
+    """Return the file's first bytes: the JSON header's length (8 bytes, little-endian) and the header, space-padded."""
     entries = {}
     start = 0
     for name, tensor in ordered:
@@ -55,7 +55,7 @@ def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _as_bytes(tensor: Tensor) -> memoryview:
+def _view_as_bytes(tensor: Tensor) -> memoryview:
     """View the memory of a contiguous tensor as bytes."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 

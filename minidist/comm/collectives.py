@@ -53,7 +53,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
 def reduce_scatter(
     output: Tensor, input: Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> Handle | None:
-    """Collective: reduce `input` (size * n, ...) over the ranks; `output` (n, ...) gets shard `rank` of the result."""
+    """Collective: reduce `input` (size * n, ...) over the ranks; `output` (n, ...) gets shard `group.rank` of it."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     if group.size == 1:
         output.copy_(input)
@@ -97,8 +97,8 @@ def all_to_all(
 ) -> Handle | None:
     """Collective: send part i of `input` to rank i, and receive part i of `output` from rank i.
 
-    The parts are consecutive along dimension 0. input_splits, output_splits: the length of each rank's part of `input`
-    and of `output` along dimension 0; None: equal parts.
+    The parts are consecutive along dimension 0. output_splits, input_splits: the length of each rank's part of `output`
+    and of `input` along dimension 0; None: equal parts.
     """
     if group.size == 1:
         output.copy_(input)
@@ -140,7 +140,7 @@ class P2POp:
 
 
 def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
-    """Launch sends and receives as one batch. Unlike with separate NCCL calls, their order cannot cause a deadlock.
+    """Launch sends and receives as one batch, which cannot deadlock whatever their order, as separate NCCL calls can.
 
     Return one handle for all transfers if `async_op`; otherwise wait for all of them and return None.
     """
@@ -184,5 +184,6 @@ def check_shard_sizes(operation: str, full: Tensor, shard: Tensor, group: Group)
 
 
 def _check_peer(name: str, peer: int, group: Group) -> None:
+    """Raise ValueError unless `peer` is another rank of the group. name: the operation, for the message."""
     if not 0 <= peer < group.size or peer == group.rank:
         raise ValueError(f"{name} with peer {peer}: this is rank {group.rank} of {group.size} in {group}")

@@ -72,7 +72,10 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> H
 
 
 def _launch(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Launch all transfers, given as tensors by the peer's group rank, in ring order from the next rank on."""
+    """Launch all sends and receives, in ring order from the next rank on; return torch's works.
+
+    outgoing, incoming: the tensors to send and to receive into, by the peer's group rank.
+    """
     options = {"group": group.process_group, "tag": _TAG}
     works = []
     for peer in sorted(outgoing, key=lambda rank: (rank - group.rank) % group.size):

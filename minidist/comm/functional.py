@@ -33,7 +33,7 @@ def all_reduce_max(x: Tensor, group: str) -> Tensor:
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """Collective: return the `x` (n, ...) of all ranks, concatenated in rank order: (size * n, ...), a new tensor.
 
-    group: its `Group.key`. size: its number of ranks, which a compiler cannot read from the key.
+    group: the group's `Group.key`. size: its number of ranks, which a compiler cannot read from the key.
     """
     result = x.new_empty((size * x.shape[0], *x.shape[1:]))
     collectives.all_gather(result, x.contiguous(), find_group(group))
@@ -44,7 +44,7 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
     """Collective: return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group, a new tensor.
 
-    group: its `Group.key`. size: its number of ranks.
+    group: the group's `Group.key`. size: its number of ranks.
     """
     result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     collectives.reduce_scatter(result, x.contiguous(), find_group(group))
@@ -55,7 +55,7 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
 def all_to_all(x: Tensor, group: str) -> Tensor:
     """Collective: send part i of `x` to rank i; return the parts received from all ranks, concatenated in rank order.
 
-    group: its `Group.key`. The parts are consecutive and of equal length along dimension 0.
+    group: the group's `Group.key`. The parts are consecutive and of equal length along dimension 0.
     """
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     collectives.all_to_all(result, x.contiguous(), find_group(group))
@@ -80,6 +80,7 @@ def _(x, group, size):
 
 
 def _keep_arguments(ctx, inputs, output):
+    """Keep an op's arguments after the tensor (group, size) for its backward."""
     ctx.arguments = inputs[1:]
 
 

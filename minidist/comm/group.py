@@ -105,12 +105,12 @@ class Groups(Mapping[str, Group]):
 
 # A torch.library op takes tensors and strings, so it cannot take its group as an argument. This is the one table of the
 # package that outlives a call; it keeps no group alive.
-_LIVE: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
+_GROUPS_BY_KEY: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
 def find_group(key: str) -> Group:
     """Return the group of this process whose `Group.key` is `key`. Raises KeyError if there is no such group."""
-    return _LIVE[key]
+    return _GROUPS_BY_KEY[key]
 
 
 def bind(
@@ -128,9 +128,9 @@ def bind(
 
     All ranks must pass equal arguments. mesh: has as many ranks as `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
-    timeout_s: seconds until the backend aborts an operation. connect_timeout_s: seconds until it aborts the creation of
-    a group; None: `timeout_s`. check: called with the control group before any other group is created; should raise on
-    all ranks if their arguments differ, as ranks that create different groups wait for each other.
+    timeout_s: seconds until the backend aborts an operation. check: called with the control group before any other
+    group is created; should raise on all ranks if their arguments differ, as ranks that create different groups wait
+    for each other. connect_timeout_s: seconds until the backend aborts the creation of a group; None: `timeout_s`.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name; CommError if a group cannot
     be created because a rank has died.
     """
@@ -141,7 +141,7 @@ def bind(
         raise ValueError(f"two group specs share a name: {', '.join(spec.name for spec in specs)}")
     meter = Meter() if meter is None else meter
     groups: dict[str, Group] = {}
-    _report_bind(world, mesh, specs, named=check is None)
+    _report_bind(world, mesh, specs, shows_arguments=check is None)
     for spec in specs:
         own_ranks = None
         own_process_group = None
@@ -155,7 +155,7 @@ def bind(
         if own_ranks is None:
             continue
         group = Group(spec.name, own_ranks, own_ranks.index(world.rank), own_process_group, world, meter)
-        groups[spec.name] = _LIVE[group.key] = group
+        groups[spec.name] = _GROUPS_BY_KEY[group.key] = group
         if spec is CONTROL and check is not None:
             check(group)
     world.status.on_resume()
@@ -165,6 +165,10 @@ def bind(
 def _new_process_group(
     name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, connect_timeout_s: float | None
 ) -> dist.ProcessGroup:
+    """Create torch's process group of these ranks; all ranks of the world call it. Raises CommError if that fails.
+
+    The timeouts are those of `bind`: `connect_timeout_s` holds for the creation, `timeout_s` for operations afterwards.
+    """
     timeout = timedelta(seconds=connect_timeout_s or timeout_s)
     try:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
@@ -175,15 +179,15 @@ def _new_process_group(
     return group
 
 
-def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec], named: bool) -> None:
+def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec], shows_arguments: bool) -> None:
     """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation.
 
-    named: include the mesh and the group specs, so that deadlock detection shows the ranks that differ in them; for a
-    caller that does not compare them itself.
+    shows_arguments: whether the report contains the mesh and the group specs, so that deadlock detection shows on which
+    ranks they differ. Not needed if `bind` has a `check`, which compares them.
     """
     declared = ", ".join(f"{spec.name} over {'/'.join(spec.axes)}" for spec in specs)
     channel = Channel("collective", "bind", tuple(range(world.size)))
-    arguments = f"on {mesh}: {declared}" if named else ""
+    arguments = f"on {mesh}: {declared}" if shows_arguments else ""
     seq = world.status.on_launch(channel, "bind", (), arguments)
     if world.size > 1:
         world.status.on_wait(channel, seq, "bind", (), arguments)

@@ -18,13 +18,14 @@ from minidist.errors import CommError
 
 Result = TypeVar("Result")
 
-_CHECK_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 
 
 class _Hints(threading.local):
-    """expect_immediate_wait: whether this thread will wait for the operation that it launches right after the launch.
+    """Hints of the current thread to the backend, set by `expect_immediate_wait`.
 
-    A backend then need not wake a worker thread: the thread that waits can run the operation itself.
+    expect_immediate_wait: whether this thread waits for each operation right after its launch. The backend then need
+    not wake a worker thread: the waiting thread can run the operation itself.
     """
 
     expect_immediate_wait = False
@@ -101,7 +102,7 @@ class Handle:
                 at = self._launched[i if len(self._works) == len(self._launched) else -1]
                 status.on_wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
-                    self._wait_for(work)
+                    self._wait_for_work(work)
                     if any(tensor.is_cuda for tensor in self._tensors):
                         if host:
                             torch.cuda.current_stream().synchronize()
@@ -120,7 +121,8 @@ class Handle:
         self._tensors = []
         self._on_complete = None
 
-    def _wait_for(self, work: dist.Work) -> None:
+    def _wait_for_work(self, work: dist.Work) -> None:
+        """Wait for one of torch's works; with gloo, raise RuntimeError once `World.must_abandon` returns True."""
         must_abandon = self._group.world.must_abandon
         # gloo can lose an error: when a connection breaks, it does not wake the thread that waits for a send which it
         # has begun to write (`Pair::signalException` passes over the queue of writes). Only a timeout ends that wait.
@@ -152,7 +154,7 @@ def wait_in_helper_thread(wait: Callable[[], Result], check: Callable[[], None] 
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(_CHECK_S):
+    while not done.wait(_CHECK_INTERVAL_S):
         check()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
@@ -181,11 +183,12 @@ def launch(
     """Start an operation, after reporting it to rank status and recording it in the meter.
 
     Return its handle if `async_op`; otherwise wait for it and return None.
-    tensor: the tensor whose size the meter counts. start: launches the operation in the backend and returns torch's
-    work or works. tensors: kept alive until the wait. channel: None for the group's collectives. detail: the root or
-    the reduction, such as "root 0". Name, detail, dtype and, except in an all-to-all, number of elements must be equal
-    on all ranks. on_complete: called once, when the operation has completed; does the work that the backend leaves to
-    this rank. count: further arguments of `Meter.record`. Raises CommError if the backend refuses the operation.
+    name: the operation, as "all_reduce". tensor: the tensor whose size the meter counts. start: launches the operation
+    in the backend and returns torch's work or works. tensors: kept alive until the wait. channel: None for the group's
+    collectives. detail: the root or the reduction, such as "root 0". Name, detail, dtype and, except in an all-to-all,
+    number of elements must be equal on all ranks. on_complete: called once, when the operation has completed; does the
+    work that the backend leaves to this rank. count: further arguments of `Meter.record`. Raises CommError if the
+    backend refuses the operation.
     """
     launched = report_launch(group, name, tensor, channel or group.collective_channel, detail, **count)
     try:

@@ -25,8 +25,8 @@ class Record:
     group_name, ranks: name and global ranks of the group; seq: its number on its channel (`status.Channel`), from 1.
     shape, dtype: those of the tensor that `wire_bytes.sent_elements` counts (the full tensor of an all-gather, for
     example). payload_bytes: the size of that tensor; wire_bytes: the bytes that this rank sends.
-    algorithm: the algorithm to which `wire_bytes` belongs; modelled: whether the algorithm is assumed, because the
-    backend does not say which one it uses.
+    algorithm: the algorithm for which `wire_bytes` was computed; modelled: whether the algorithm is assumed, because
+    the backend does not say which one it uses.
     device: device of the tensor; peer, tag: of a transfer, the global rank at its other end, and its tag; batch: a
     number shared by transfers that were launched together, otherwise None.
     launched, waited: positions of the launch and of the end of the wait in the order of this rank's events, which the
@@ -140,7 +140,7 @@ class Meter:
         return _NOTHING
 
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
-        """Called when the backend has launched these operations; a no-op here. works: torch's handles of them."""
+        """Called when the backend has launched these operations; a no-op here. works: torch's handles, to wait on."""
 
     @property
     def total_wire_bytes(self) -> int:
@@ -152,5 +152,6 @@ class Meter:
         return self._tick()
 
     def _tick(self) -> int:
+        """Return the next number of this rank's event counter."""
         self._clock += 1
         return self._clock

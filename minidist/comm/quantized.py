@@ -41,13 +41,13 @@ def all_reduce_int8(tensor: Tensor, error: Tensor, group: Group) -> None:
 
 
 def _quantize(blocks: Tensor) -> Tensor:
-    """Return blocks (b, 256) as bytes (b, 260): rounded to a multiple of the block's scale, and then the scale."""
+    """Return blocks (b, 256) as bytes (b, 260): 256 int8 multiples of the block's scale, then the scale as float32."""
     scale = (blocks.abs().amax(1, keepdim=True) / 127).float()
     numbers = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num().round().clamp(-127, 127)
     return torch.cat([numbers.to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 
 def _dequantize(message: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values (b, 256) of blocks that `_quantize` made."""
+    """Return the values (b, 256), in `dtype`, of blocks that `_quantize` returned."""
     numbers, scale = message.view(-1, INT8_BLOCK + 4).split([INT8_BLOCK, 4], dim=1)
     return numbers.view(torch.int8).to(dtype).mul_(scale.contiguous().view(torch.float32).to(dtype))

@@ -66,10 +66,11 @@ class OperationTracker:
         """Record that the wait reported last has ended: this rank runs again."""
 
 
-class LaunchesOnly(OperationTracker):
-    """Passes launches on to `status` and drops waits: for operations of threads beside the one that trains.
+class LaunchOnlyTracker(OperationTracker):
+    """Passes launches on to another tracker and drops waits: for helper threads that communicate beside training.
 
-    The status of a rank describes one thread; which operations the rank has launched counts for all of them.
+    Rank status describes the waits of one thread, the one that trains; launches of all threads count in it.
+    status: the rank's tracker.
     """
 
     def __init__(self, status: OperationTracker):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Groups, Meter, all_reduce, broadcast, recv, send
-from minidist.comm.status import LaunchesOnly
+from minidist.comm.status import LaunchOnlyTracker
 from minidist.config import Config
 from minidist.consistency.merge import Result
 from minidist.consistency.server import Pull, Push, Server
@@ -65,30 +65,34 @@ class AsynchronousReducer(NaiveReducer):
         values = [parameter.detach().reshape(-1) for parameter in self._parameters.values()]
         self._sizes = [*(part.numel() for part in values), len(values) + 1]
         flat = torch.cat([*values, values[0].new_zeros(len(values) + 1)])
-        self._empty = torch.zeros_like(flat, device="cpu")
+        self._zero_message = torch.zeros_like(flat, device="cpu")
         self._device = flat.device
         self.masters = {}
         self.server = None
         if group.rank == how.server:
             self.masters = dict(zip(self._parameters, self._split(flat), strict=True))
-            self.server = Server(flat, self._update, group.size, how.staleness_bound if how.mode == "stale" else None)
+            self.server = Server(
+                flat, self._apply_push, group.size, how.staleness_bound if how.mode == "stale" else None
+            )
             meter = Meter(keep=False, operations=meter.operations, wire_bytes=meter.wire_bytes)  # without the waits
             self._num_messages = dict.fromkeys(range(group.size), 0)
         self.master_specs = {name: specs[name] for name in self.masters}
         self._status = status = group.world.status
-        status = status if self.server is None else LaunchesOnly(status)  # of the server's threads
+        status = status if self.server is None else LaunchOnlyTracker(status)  # of the server's threads
         self._transfers = replace(group, meter=meter, world=replace(group.world, status=status))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return the masters by name, on the server's rank; {} on the other ranks."""
         return dict(self.masters)
 
     def updated_names(self, group: None) -> list[str]:
+        """Return the names of the masters with a gradient; [] on ranks other than the server's. group: unused."""
         return [name for name, master in self.masters.items() if master.grad is not None]
 
     @torch.no_grad()
     def after_load(self) -> None:
         """Collective, after a load and in every pause: overwrite all ranks' parameters with the server's."""
-        flat = self._empty.to(self._device) if self.server is None else self.server.parameters
+        flat = self._zero_message.to(self._device) if self.server is None else self.server.parameters
         broadcast(flat, self._root, self._group)
         self._copy_to_model(flat)
 
@@ -101,7 +105,7 @@ class AsynchronousReducer(NaiveReducer):
         tokens of the global batch; 0: no update. Returns `result`, in which only a pause sets stop_requested, if any
         rank was asked to stop, and checkpoint_written, if all ranks have written their files.
         """
-        message = self._empty.clone()
+        message = self._zero_message.clone()
         parameters = None
         flags = message[-self._sizes[-1] :]
         flags[-1] = result.stop_requested
@@ -122,7 +126,10 @@ class AsynchronousReducer(NaiveReducer):
         return replace(result, stop_requested=False, checkpoint_written=False)
 
     def _pause(self, result: Result) -> Result:
-        """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters."""
+        """Collective: wait until all gradients have been pushed, and give all ranks the server's parameters.
+
+        Returns `result` with stop_requested and checkpoint_written of all ranks.
+        """
         with self._changed:
             self._wait_for_workers(lambda: not self._served)
         for thread in self._threads:
@@ -139,6 +146,7 @@ class AsynchronousReducer(NaiveReducer):
 
     @torch.no_grad()
     def _copy_to_model(self, flat: Tensor) -> None:
+        """Overwrite this rank's parameters with those of a message. flat: the message."""
         for parameter, part in zip(self._parameters.values(), self._split(flat), strict=True):
             parameter.copy_(part)
 
@@ -148,6 +156,7 @@ class AsynchronousReducer(NaiveReducer):
         return [part.view(parameter.shape) for part, parameter in pairs]
 
     def _transfer(self, operation: Callable, message: Tensor, peer: int) -> None:
+        """Send or receive a message and wait for it. operation: `send` or `recv`. peer: the other worker's rank."""
         with self._launching:  # counting in the meter is not thread-safe
             handle = operation(message, peer, self._transfers, async_op=True)
         handle.wait()
@@ -173,15 +182,15 @@ class AsynchronousReducer(NaiveReducer):
 
     def _serve(self, worker: int, step: int, end: int) -> None:
         """In a thread: receive a worker's gradients and send it parameters until the pause after `end` steps."""
-        message = self._empty.clone()
-        parameters = self._empty
+        message = self._zero_message.clone()
+        parameters = self._zero_message
         try:
             while parameters is not None:
                 self._transfer(recv, message, worker)
                 step += 1
                 parameters = self._push_and_pull(worker, message, step)
                 if step < end:  # otherwise the worker expects the pause
-                    self._transfer(send, self._empty + 1 if parameters is None else parameters.cpu(), worker)
+                    self._transfer(send, self._zero_message + 1 if parameters is None else parameters.cpu(), worker)
                 with self._changed:
                     self._owed.discard(worker)
                     self._changed.notify_all()
@@ -229,7 +238,7 @@ class AsynchronousReducer(NaiveReducer):
                 if awaited:
                     slowest = min(awaited, key=lambda worker: (self._num_messages[worker], worker))
                     channel = self._group.transfer_channel("recv", slowest, 0)
-                    shape, dtype = tuple(self._empty.shape), str(self._empty.dtype).removeprefix("torch.")
+                    shape, dtype = tuple(self._zero_message.shape), str(self._zero_message.dtype).removeprefix("torch.")
                     self._status.on_wait(channel, self._num_messages[slowest] + 1, "recv", shape, dtype)
                 else:
                     self._status.on_resume()
@@ -239,7 +248,11 @@ class AsynchronousReducer(NaiveReducer):
         if self._error is not None:
             raise self._error
 
-    def _update(self, _: Tensor, message: Tensor) -> None:
+    def _apply_push(self, _: Tensor, message: Tensor) -> None:
+        """Set the masters' gradients to those of a pushed message and run the optimizer, unless it has no gradient.
+
+        The first argument, the server's flat parameters, is not needed: the masters are views of it.
+        """
         flags = message[-self._sizes[-1] :].tolist()
         for master, part, used in zip(self.masters.values(), self._split(message), flags[:-1], strict=True):
             master.grad = part if used else None

@@ -59,7 +59,7 @@ class CentralReducer(NaiveReducer):
             parameter.copy_(part.view_as(parameter))
 
     def _sum_on_server(self, flat: Tensor) -> None:
-        """Collective: add all ranks' `flat` (n,) to the server's, in the order of the ranks; no other changes."""
+        """Collective: add all ranks' `flat` (n,) to the server's, in rank order; the other ranks' does not change."""
         if self._group.rank != self._server:
             send(flat, self._server, self._group)
             return

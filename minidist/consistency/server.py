@@ -1,4 +1,4 @@
-"""The parameter server of asynchronous training: which request of which worker is answered when.
+"""The parameter server of asynchronous training: it updates, and decides when each worker's request is answered.
 
 `minidist.consistency.asynchronous` carries requests and answers between the ranks. `minidist.simple.consistency` has
 a server with the same interface, and the workers of one process.
@@ -25,9 +25,9 @@ class Server:
     """A parameter server for workers of different speeds. Its caller carries requests and answers.
 
     update: applies one gradient to the parameters, in place. bound: how many pushes a worker may be ahead of the
-    slowest one; None: any number. Pull number c of a worker, from 0, sees all pushes before number c - bound of every
-    worker, and none from number c + bound on. With bound 0 these are exactly the pushes before c: synchronous training,
-    for SGD.
+    slowest one; None: any number. The parameters of a worker's pull number c, from 0, contain every worker's pushes
+    before number c - bound, and none from number c + bound on. With bound 0 these are exactly the pushes before c:
+    synchronous training, for SGD.
 
     staleness: for each update, the number of other updates since its worker's pull was answered.
     """
@@ -60,6 +60,7 @@ class Server:
         return answers
 
     def _is_due(self, worker: int, request: Pull | Push) -> bool:
+        """Whether the staleness bound allows to answer a worker's request now."""
         if self._bound is None:
             return True
         if isinstance(request, Pull):
@@ -68,6 +69,7 @@ class Server:
         return self._num_pushes[worker] + 1 - min(self._num_pulls.values()) <= self._bound
 
     def _answer(self, worker: int, request: Pull | Push) -> Tensor | None:
+        """Apply a push or copy the parameters for a pull; return the answer to the worker."""
         if isinstance(request, Pull):
             self._num_pulls[worker] += 1
             self._pulled_after[worker] = len(self.staleness)

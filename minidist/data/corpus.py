@@ -54,7 +54,7 @@ def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len:
         raise UserError(
             f"--data.source {source} is unknown: it can be stdlib or synthetic. Other text: --data.path PATH."
         )
-    return _long_enough(
+    return _require_length(
         load_stdlib_corpus() if source == "stdlib" else make_synthetic_corpus(), f"--data.source {source}", seq_len
     )
 
@@ -68,7 +68,7 @@ def load_stdlib_corpus(root: str | Path | None = None) -> Corpus:
     documents = read_python_sources(root or sysconfig.get_path("stdlib"))
     where = root or f"Python {platform.python_version()}'s standard library"
     origin = f"{len(documents):,} source files of {where}"
-    return _from_documents("stdlib", origin, documents)
+    return _make_corpus("stdlib", origin, documents)
 
 
 def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
@@ -78,8 +78,8 @@ def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
     """
     documents, left_out = read_text_files(path)
     files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
-    corpus = _from_documents(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents, left_out)
-    return _long_enough(corpus, f"--data.path {path}", seq_len)
+    corpus = _make_corpus(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents, left_out)
+    return _require_length(corpus, f"--data.path {path}", seq_len)
 
 
 def make_synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
@@ -108,8 +108,11 @@ def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Seque
     return digest.hexdigest()
 
 
-def _from_documents(name: str, origin: str, documents: list[Document], left_out: str = "") -> Corpus:
-    """Return a byte-level corpus. Documents are joined by a zero byte, which no text contains."""
+def _make_corpus(name: str, origin: str, documents: list[Document], left_out: str = "") -> Corpus:
+    """Return documents as a corpus of bytes, joined by a zero byte, which no text contains.
+
+    name, origin, left_out: as in `Corpus`.
+    """
     parts = split_documents(documents)
     train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
     train_names, held_names = ([d.name for d in part] for part in parts)
@@ -117,7 +120,8 @@ def _from_documents(name: str, origin: str, documents: list[Document], left_out:
     return Corpus(name, origin, train, held_out, 256, hashed, left_out)
 
 
-def _long_enough(corpus: Corpus, option: str, seq_len: int) -> Corpus:
+def _require_length(corpus: Corpus, option: str, seq_len: int) -> Corpus:
+    """Return the corpus; raise UserError, naming `option`, if a split has fewer than `seq_len + 1` tokens."""
     shorter = min(corpus.train.size, corpus.held_out.size)
     needed = seq_len + 1
     if shorter >= needed:

@@ -22,8 +22,8 @@ class Document(NamedTuple):
 
 def read_python_sources(root: str | Path) -> list[Document]:
     """Return every .py file below `root`, without installed packages, sorted by name. UserError if there is none."""
-    paths = [path for path in _files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
-    documents, _ = _read(paths, Path(root))
+    paths = [path for path in _list_files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
+    documents, _ = _read_documents(paths, Path(root))
     if not documents:
         raise UserError(f"There is no Python source below {root} (a zipped or stripped installation?). {_OTHERWISE}")
     return documents
@@ -40,14 +40,14 @@ def read_text_files(path: str | Path) -> tuple[list[Document], str]:
         raise UserError(f"--data.path is given but empty. {_OTHERWISE}")
     path = Path(os.path.expanduser(path))
     if os.path.isfile(path):  # unlike Path.is_file, returns False if a parent folder may not be entered
-        return [_one_file(path)], ""
+        return [_read_single_file(path)], ""
     if not os.path.isdir(path):
         missing = f"does not exist or is out of reach (looked in {Path.cwd()})"
         fault = "is neither a file nor a folder" if os.path.exists(path) else missing
         raise UserError(f"--data.path {path} {fault}. {_OTHERWISE}")
-    found = [p for p in _files(path) if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-    read, unreadable = _read(found, path)
-    faults = {d.name: _not_text(d.content) for d in read}
+    found = [p for p in _list_files(path) if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    read, unreadable = _read_documents(found, path)
+    faults = {d.name: _find_non_text(d.content) for d in read}
     documents = [d for d in read if d.content and faults[d.name] is None]
     binary = [f"{name} ({fault})" for name, fault in faults.items() if fault is not None]
     if not documents:
@@ -87,11 +87,15 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
 
 
 def _name_hash(document: Document) -> bytes:
+    """Return the hash of a document's name by which documents are chosen to be held out."""
     return hashlib.sha256(os.fsencode(document.name)).digest()
 
 
-def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
-    """Regular files below `root`. Links to folders are not followed, so a link to a parent cannot loop."""
+def _list_files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
+    """Return the regular files below `root`, without the folders named in `skip`.
+
+    Links to folders are not followed, so a link to a parent cannot loop.
+    """
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip]
@@ -99,7 +103,7 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
     return found
 
 
-def _read(paths: list[Path], root: Path) -> tuple[list[Document], list[str]]:
+def _read_documents(paths: list[Path], root: Path) -> tuple[list[Document], list[str]]:
     """Return the readable documents, ordered by name, and the unreadable ones: their names, with the reason."""
     documents = []
     unreadable = []
@@ -124,7 +128,7 @@ def _read_content(path: Path, read_bytes: int = 0) -> bytes:
     """
     with path.open("rb") as file:
         first = file.read(_BLOCK_BYTES)
-        if _not_text(first, is_whole=False) is not None:
+        if _find_non_text(first, is_whole=False) is not None:
             return first
         size = read_bytes + os.fstat(file.fileno()).st_size
         # Each rank holds the text, and twice while it reads it.
@@ -137,19 +141,20 @@ def _read_content(path: Path, read_bytes: int = 0) -> bytes:
         return first + file.read()
 
 
-def _one_file(path: Path) -> Document:
+def _read_single_file(path: Path) -> Document:
+    """Return the text file at `path`. Raises UserError if it is unreadable, empty or not UTF-8 text."""
     try:
         content = _read_content(path)
     except OSError as error:
         raise UserError(f"--data.path {path} cannot be read: {error.strerror}. {_OTHERWISE}") from error
     if not content:
         raise UserError(f"--data.path {path} is empty (0 bytes). {_OTHERWISE}")
-    if (fault := _not_text(content)) is not None:
+    if (fault := _find_non_text(content)) is not None:
         raise UserError(f"--data.path {path} ({path.stat().st_size} bytes) is not UTF-8 text: {fault}. {_OTHERWISE}")
     return Document(path.name, content)
 
 
-def _not_text(content: bytes, is_whole: bool = True) -> str | None:
+def _find_non_text(content: bytes, is_whole: bool = True) -> str | None:
     """Return why `content` is not UTF-8 text, or None if it is. Zero bytes are refused: they separate documents.
 
     is_whole: if False, `content` is the beginning of a file, which may end within a character.

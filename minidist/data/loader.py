@@ -90,7 +90,7 @@ class Loader:
         parts = [np.empty(0, np.int64)]
         while n > 0:
             epoch, offset = divmod(position, self.num_samples)
-            parts.append(self._epoch(epoch)[offset : offset + n])
+            parts.append(self._epoch_windows(epoch)[offset : offset + n])
             position += parts[-1].size
             n -= parts[-1].size
         return np.concatenate(parts)
@@ -101,7 +101,7 @@ class Loader:
         samples = np.arange(position, position + size)
         tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
         if self.min_length is not None:
-            labels[np.arange(self.seq_len) >= self._lengths(samples)[:, None]] = IGNORE_INDEX
+            labels[np.arange(self.seq_len) >= self._label_counts(samples)[:, None]] = IGNORE_INDEX
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(samples))
 
     def micro_batches(
@@ -132,14 +132,15 @@ class Loader:
             batches.append(self.global_batch(position + first, part.size))
         return batches
 
-    def _epoch(self, epoch: int) -> np.ndarray:
+    def _epoch_windows(self, epoch: int) -> np.ndarray:
+        """Return the indices of the windows in the order of an epoch, (num_samples,) int64."""
         if self.seed is None:
             return self._windows
         if self._memo is None or self._memo[0] != epoch:
             self._memo = epoch, self._windows[permutation(self.num_samples, self.seed, epoch)]
         return self._memo[1]
 
-    def _lengths(self, samples: np.ndarray) -> np.ndarray:
+    def _label_counts(self, samples: np.ndarray) -> np.ndarray:
         """Return the number of labels that each sample keeps, (b,) int64 in min_length..seq_len."""
         choices = np.uint64(self.seq_len - self.min_length + 1)
         return self.min_length + (hash64(self.seed or 0, _LENGTHS, samples) % choices).astype(np.int64)

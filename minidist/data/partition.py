@@ -80,6 +80,7 @@ def permutation(n: int, seed: int, epoch: int = 0) -> np.ndarray:
 
 
 def _check(n: int, world_size: int, rank: int) -> None:
+    """Raise ValueError unless n >= 0 samples can be divided over world_size >= 1 ranks, of which `rank` is one."""
     if n < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"n={n}, world_size={world_size}, rank={rank}: need n >= 0, world_size >= 1 and 0 <= rank < world_size"

@@ -26,15 +26,18 @@ def transition_table(seed: int = 0) -> np.ndarray:
     a = np.arange(_N)[:, None, None]
     b = np.arange(_N)[None, :, None]
     favourite = np.arange(4)
-    of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
-    of_pair = np.repeat(_symbol(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
+    of_b = np.repeat(_hash_to_symbols(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
+    of_pair = np.repeat(_hash_to_symbols(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
     each = np.arange(_N, dtype=np.uint8)
     parts = [np.broadcast_to(part, (_N, _N, part.shape[-1])) for part in (of_b, of_pair, each)]
     return np.concatenate(parts, axis=2)
 
 
-def _symbol(*address: int | np.ndarray) -> np.ndarray:
-    """Hash `address` to a symbol; the minimum of two draws, so that a unigram model has something to learn."""
+def _hash_to_symbols(*address: int | np.ndarray) -> np.ndarray:
+    """Hash each address, a tuple of integers or arrays, to a symbol 0..31, uint8.
+
+    It is the minimum of two uniform draws, so that symbols differ in frequency and a unigram model has some to learn.
+    """
     throws = hash64(*address)
     return np.minimum(throws >> np.uint64(59), (throws >> np.uint64(54)) & np.uint64(_N - 1)).astype(np.uint8)
 

@@ -66,6 +66,7 @@ class StopSignalRecorder:
                     self.signal_name = self.signal_name or signal.Signals(number[0]).name
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: note the signal; on a second SIGINT raise KeyboardInterrupt."""
         self.signal_name = self.signal_name or signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupts += 1

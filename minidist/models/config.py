@@ -45,18 +45,18 @@ class ModelConfig:
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                f"possible: {_listed(_even_head_counts(self.hidden_size))}"
+                f"possible: {_format_numbers(_even_head_counts(self.hidden_size))}"
             )
         if self.head_dim % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of {self.head_dim} "
                 "features, and rotary positions need an even number; "
-                f"possible num_heads: {_listed(_even_head_counts(self.hidden_size))}"
+                f"possible num_heads: {_format_numbers(_even_head_counts(self.hidden_size))}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"possible: {_listed(_divisors(self.num_heads))}"
+                f"possible: {_format_numbers(_divisors(self.num_heads))}"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: it must be at least 0 and less than 1")
@@ -79,12 +79,14 @@ class ModelConfig:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _even_head_counts(hidden_size: int) -> list[int]:
+    """Return the numbers of heads that give heads with an even number of features."""
     return [n for n in _divisors(hidden_size) if hidden_size // n % 2 == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers)) if numbers else "none, hidden_size must be even"

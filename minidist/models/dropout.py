@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minidist.hashing import mix, mix_int, signed
+from minidist.hashing import mix, mix_int, to_signed64
 
 
 class DropoutKeys(NamedTuple):
@@ -47,7 +47,7 @@ class DropoutAddress:
     def _token_hashes(self) -> Tensor:
         """A hash of seed, step, sample and position of each token, (b, s) int64; cached for all dropout sites."""
         key = mix_int(mix_int(self.seed) + self.step)
-        sample_keys = mix(self.samples + signed(key))  # (b,)
+        sample_keys = mix(self.samples + to_signed64(key))  # (b,)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
         return mix(sample_keys[:, None] + self.positions[None, :])
 
@@ -57,8 +57,8 @@ class DropoutAddress:
         site: its number (`dropout_site_index`); 0 for the embedding. num_features: the size of the hidden state.
         """
         features = torch.arange(num_features, device=self._token_hashes.device)
-        rows = mix(self._token_hashes ^ signed(mix_int(site)))
-        return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
+        rows = mix(self._token_hashes ^ to_signed64(mix_int(site)))
+        return DropoutKeys(_lower_half(rows), _upper_half(rows), _upper_half(mix(features)))
 
 
 def dropout_site_index(layer: int, branch: int) -> int:
@@ -89,9 +89,11 @@ def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
     return hidden * keep_mask(keys, p) * (1 / (1 - p))
 
 
-def _high(x: Tensor) -> Tensor:
+def _upper_half(x: Tensor) -> Tensor:
+    """Return the upper 32 bits of int64 numbers, as int32."""
     return (x >> 32).to(torch.int32)
 
 
-def _low(x: Tensor) -> Tensor:
+def _lower_half(x: Tensor) -> Tensor:
+    """Return the lower 32 bits of int64 numbers, as int32."""
     return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast is never out of range

@@ -15,10 +15,10 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: ModelConfig) -> Tensor:
     """Return the full initial value of one parameter, float32 on the CPU; sharded layouts slice it.
 
-    name, shape: the parameter's in the unsplit model. seed: of the run; the random numbers are a function of seed and
-    name. Norm weights are ones. Matrices are normal with standard deviation `init_std`, divided by `sqrt(2 *
-    num_layers)` for those that write into the residual stream (GPT-2, Radford et al. 2019, section 2.3), so that the
-    sum of all branches does not grow with depth.
+    name, shape: the parameter's name and shape in the unsplit model. seed: the run's seed; the random numbers are a
+    function of seed and name. config: the model's sizes and `init_std`. Norm weights are ones. Matrices are normal with
+    standard deviation `init_std`, divided by `sqrt(2 * num_layers)` for those that write into the residual stream
+    (GPT-2, Radford et al. 2019, section 2.3), so that the sum of all branches does not grow with depth.
     """
     # Explicitly on the CPU, even if a default device is set: values must not depend on the model's device.
     if name.endswith("norm.weight"):

@@ -74,7 +74,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, address: DropoutAddress | None) -> Tensor:
         """Embed tokens, with dropout in training: (b, s) int64 -> (b, s, h)."""
         hidden = self.embed_tokens(tokens)
-        if not self._drops(address):
+        if not self._applies_dropout(address):
             return hidden
         return dropout(hidden, self.config.dropout, address.site_keys(0, self.config.hidden_size))
 
@@ -93,14 +93,15 @@ class Decoder(nn.Module):
 
         Raises ValueError if dropout is on, the model is in training and there is no address.
         """
-        if not self._drops(address):
+        if not self._applies_dropout(address):
             return None
         width = self.config.hidden_size
         return address.site_keys(dropout_site_index(layer, 0), width), address.site_keys(
             dropout_site_index(layer, 1), width
         )
 
-    def _drops(self, address: DropoutAddress | None) -> bool:
+    def _applies_dropout(self, address: DropoutAddress | None) -> bool:
+        """Whether dropout is on in this forward. Raises ValueError if it is and there is no address."""
         if not self.training or self.config.dropout == 0:
             return False
         if address is None:
@@ -126,8 +127,8 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss = cross_entropy_sum  # tensor parallelism replaces it by a vocabulary-parallel one
         self.tie_weights()
-        self.register_load_state_dict_pre_hook(_complete_ties)
-        self.register_load_state_dict_post_hook(_tie)
+        self.register_load_state_dict_pre_hook(_fill_tied_weights)
+        self.register_load_state_dict_post_hook(_retie_weights)
 
     def forward(
         self,
@@ -185,12 +186,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return total, (labels != IGNORE_INDEX).sum()
 
 
-def _tie(model: Transformer, _) -> None:
+def _retie_weights(model: Transformer, _) -> None:
+    """Hook after load_state_dict: tie the weights again."""
     model.tie_weights()  # load_state_dict(assign=True) unties
 
 
-def _complete_ties(model: Transformer, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Accept a state dict that has a tied tensor under one or both names; raise ValueError if the two differ."""
+def _fill_tied_weights(model: Transformer, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """Hook before load_state_dict: accept a tied tensor under one or both names; ValueError if the two differ."""
     if not model.config.tie_embeddings:
         return
     head, embedding = prefix + _HEAD, prefix + _EMBEDDING

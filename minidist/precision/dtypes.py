@@ -11,7 +11,7 @@ from minidist.precision.policy import HALF_DTYPES, TORCH_NAMES, Policy
 
 @dataclass(frozen=True)
 class PrecisionDtypes:
-    """The torch dtype of each kind of tensor; fields as in `Policy`. master: None with stochastic rounding."""
+    """The torch dtype of each kind of tensor; fields as in `Policy`, where master is None with stochastic rounding."""
 
     parameter: torch.dtype
     accumulate: torch.dtype

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minidist.hashing import mix, mix_int, signed
+from minidist.hashing import mix, mix_int, to_signed64
 from minidist.parameters import Box
 
 _CHUNK = 1 << 16  # elements rounded at a time, so that temporary memory stays below 2 MiB
@@ -40,14 +40,14 @@ def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, nam
             f"{name}: rounding goes from (n,) float32 to (n,) bfloat16, "
             f"not from {tuple(values.shape)} {values.dtype} to {tuple(into.shape)} {into.dtype}"
         )
-    key = signed(mix_int(mix_int(mix_int(seed) + step) ^ _number_of(name)))
+    key = to_signed64(mix_int(mix_int(mix_int(seed) + step) ^ _hash_name(name)))
     source, target = values.view(torch.int32), into.view(torch.int16)
     for start in range(0, len(values), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(values)))
         if isinstance(index, Tensor):
-            noise = _noise_at(key, index[part])
+            noise = _random_bits_at(key, index[part])
         else:
-            noise = _noise(key, index + part.start, index + part.stop, values.device)
+            noise = _random_bits(key, index + part.start, index + part.stop, values.device)
         target[part] = _upper_halves(source[part], noise)
 
 
@@ -62,19 +62,20 @@ def _upper_halves(bits: Tensor, noise: Tensor) -> Tensor:
     return (upper | ((magnitude > _INFINITY).int() << 6)).to(torch.int16)
 
 
-def _noise(key: int, start: int, stop: int, device: torch.device) -> Tensor:
+def _random_bits(key: int, start: int, stop: int, device: torch.device) -> Tensor:
     """Return 16 random bits for each index from `start` to `stop`, (stop - start,) int32."""
     first, last = start // _LANES, -(-stop // _LANES)
     lanes = mix(torch.arange(first, last, device=device) + key).view(torch.int16)
     return lanes[start - first * _LANES : stop - first * _LANES].int() & 0xFFFF
 
 
-def _noise_at(key: int, index: Tensor) -> Tensor:
-    """Return the same bits as `_noise` for arbitrary indices (n,). The lowest bits are the first lane, as in memory."""
+def _random_bits_at(key: int, index: Tensor) -> Tensor:
+    """Return the bits of `_random_bits` at arbitrary indices (n,). The lowest 16 bits of a hash are its first lane."""
     return ((mix(index // _LANES + key) >> (16 * (index % _LANES))) & 0xFFFF).int()
 
 
-def _number_of(name: str) -> int:
+def _hash_name(name: str) -> int:
+    """Return a 64-bit hash of a parameter's name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 

@@ -71,7 +71,7 @@ class Engine:
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def take_tokens(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of each sequence. Labels were shifted before, so a chunk's last label is right."""
+        """Return this rank's tokens of each sequence, with their labels, which are shifted in the full sequence."""
         positions = self.rank_positions(batch.tokens.shape[1])
         return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.samples)
 
@@ -102,20 +102,20 @@ class Engine:
             self.parallel.pipeline.run(
                 run_stage,
                 lambda index: self.empty_hidden(batches[index]),
-                self.empty(batches),
+                self.find_empty(batches),
                 self.reducer.end_micro_batch,
             )
         else:
             for index in range(len(batches)):
-                if index not in self.empty(batches):
+                if index not in self.find_empty(batches):
                     run_stage(index, None).backward()
                     self.reducer.end_micro_batch()
         if self.parallel.tied is not None:
             self.parallel.tied.finish()
         return float(torch.stack(losses).sum()) if self.is_loss_counted else 0.0
 
-    def empty(self, batches: Sequence[Batch]) -> set[int]:
-        """Return the micro-batches without samples, which are left out, unless a block's backward communicates."""
+    def find_empty(self, batches: Sequence[Batch]) -> set[int]:
+        """Return the indices of the micro-batches without samples; none if ZeRO needs all ranks in each of them."""
         if self.config.zero.stage >= 2:
             return set()
         return {index for index, batch in enumerate(batches) if len(batch.samples) == 0}

@@ -54,7 +54,7 @@ class Region:
         self.group = group
 
     def gather(self, x: Tensor) -> Tensor:
-        """Give every rank all tokens: the identity, as it has them."""
+        """Return all tokens, which every rank has here: the identity."""
         return x.view_as(x)
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -90,9 +90,9 @@ class SequenceParallelRegion(Region):
 
 
 def gather_features(x: Tensor, group: Group) -> Tensor:
-    """Collective: return all ranks' features, (..., n), given its own, (..., n / size), such as logits.
+    """Collective: concatenate the features `x` (..., m) of all ranks, such as logits: (..., n * m).
 
-    All ranks then compute the same from the result, so each has the whole gradient, and takes its slice of it.
+    All ranks must compute the same from the result: each then has its full gradient, and takes its slice of it.
     """
 
     def gather(x: Tensor) -> Tensor:

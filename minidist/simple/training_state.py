@@ -29,8 +29,8 @@ class Progress:
 def make_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[Shard]:
     """Return the shards of a parameter, or of an optimizer state of it.
 
-    kind: stands before the name. tensor: the boxes of `spec`, one after the other; or one number for the parameter,
-    such as AdamW's number of steps, which the rank with the parameter's first element saves.
+    kind: prefix of the shards' names. spec: the parameter's. tensor: the boxes of `spec`, one after the other; or one
+    number, such as AdamW's step count, which the rank with the parameter's first element saves.
     """
     name = f"{kind}/{spec.name}"
     is_saved_here = spec.owner == rank
@@ -73,7 +73,7 @@ def separate_replica_shards(engine: Engine, own: Sequence[Shard], shared: Sequen
 
 
 def replica_prefix(engine: Engine) -> str:
-    """Return what the names of a replica's own tensors begin with: "" of the first, then "replica-1." and so on."""
+    """Return the prefix in the names of a replica's own tensors: "" for the first, then "replica-1." and so on."""
     replica = 0 if engine.merger is None else engine.merger.group.rank
     return f"replica-{replica}." if replica else ""
 
@@ -94,7 +94,7 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, Any]) -> None:
 
 
 def json_state(trainer: "Trainer") -> dict[str, Any]:
-    """Return all that the next steps depend on and that is no tensor, as a JSON object; and what the run is."""
+    """Return all that later steps depend on except tensors, and the run's options and corpus, as a JSON object."""
     return {
         "config": trainer.config_text,
         "step": trainer.progress.step,

@@ -170,7 +170,7 @@ class ZeroStage2(ZeroStage1):
         self.pending = list(self.blocks)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
+        """Add a local gradient; reduce pending blocks, from the last one on, while their gradients are complete."""
         super().add(name, gradient)
         while self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
             self.reduce(self.pending.pop())
@@ -212,7 +212,7 @@ class ZeroStage3(ZeroStage2):
             self.blocks[following].start_gather()
 
     def reduce(self, flat: FlatParameter) -> None:
-        """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
+        """Collective: reduce-scatter the gradients of a flat parameter; free its parameters: their backward is over."""
         super().reduce(flat)
         flat.free()
 

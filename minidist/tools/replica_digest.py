@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minidist.comm import Group, all_gather, all_gather_object, all_reduce, recv, send
 from minidist.errors import format_ranks
-from minidist.hashing import mix, mix_int, signed
+from minidist.hashing import mix, mix_int, to_signed64
 
 CHUNK = 1 << 20  # words that are hashed at once: 24 MiB of temporary memory
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the size of an element in bytes
@@ -132,7 +132,7 @@ class ReplicaCheck:
             return []
         rows = torch.zeros(int(width), 2, dtype=torch.int64)
         for at, pair in enumerate(digests.items()):
-            rows[at] = torch.tensor([signed(value) for value in pair])
+            rows[at] = torch.tensor([to_signed64(value) for value in pair])
         table = torch.empty(self._group.size * rows.numel(), dtype=torch.int64, device=device)
         all_gather(table, rows.view(-1).to(device), self._group, async_op=True).wait(host=True)
         pairs = [[value & _MASK64 for value in pair] for pair in table.view(-1, 2).tolist()]

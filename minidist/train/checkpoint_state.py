@@ -19,11 +19,12 @@ _QUANTIZATION_ERROR = "quantization_error"
 
 
 def _prefix(engine: Engine) -> str:
-    """What the kinds of tensors begin with that differ between replicas: "", then "replica-1." and so on."""
+    """Return the prefix in the names of the tensors of which each separately trained replica has its own."""
     return _replica_prefix(engine.merger.replica) if engine.merger else ""
 
 
 def _replica_prefix(replica: int) -> str:
+    """Return "" for replica 0, "replica-1." for replica 1, and so on."""
     return f"replica-{replica}." if replica else ""
 
 
@@ -42,7 +43,7 @@ def renumber_replica(shards: Iterable[TensorShard], before: int, now: int) -> It
 
 
 def copy_first_replica(shards: Iterable[TensorShard], replicas: Iterable[int]) -> Iterator[TensorShard]:
-    """Yield the shards of replica 0 that replicas have of their own, renamed, for each of `replicas`; no copies."""
+    """Yield replica 0's own shards once for each of `replicas`, under that replica's names; the tensors are shared."""
     for shard in shards:
         if shard.name.startswith(_OF_EACH_REPLICA):
             yield from (dataclasses.replace(shard, name=_replica_prefix(replica) + shard.name) for replica in replicas)
@@ -108,7 +109,7 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) 
 
 
 def find_first_non_finite(engine: Engine) -> list[str]:
-    """Return [name] of the first non-finite tensor that this rank has of a checkpoint; [] if all are finite.
+    """Return [name] of the first non-finite tensor among this rank's checkpoint shards; [] if all are finite.
 
     Reads all tensors once and waits for the GPU once: the largest magnitude of a tensor with NaN is NaN.
     """

@@ -37,7 +37,10 @@ from minidist.train.step_result import StepResult, agree_on_step
 
 @dataclass(frozen=True)
 class Decision:
-    """All ranks' decision about a step. step: its number, from 0. use_counts: for `GradientReducer.exclude_unused`."""
+    """All ranks' decision about a step.
+
+    step: its number, from 0. result: the outcome. use_counts: the argument of `GradientReducer.exclude_unused`.
+    """
 
     step: int
     result: StepResult
@@ -98,9 +101,9 @@ class Engine:
         the loss. global_tokens: of an asynchronous worker, the weighted number of tokens of the global batch.
         is_stop_requested: returns whether this rank asks for the end of the run; called when the gradients are reduced.
         checkpoint_written: whether this rank has written its file of the checkpoint in flight. regroup_requested:
-        whether this rank asks to continue with more ranks. on_gradients_reduced: called before the
-        gradients are clipped. Raises CommError if a collective failed; if the ranks had not agreed yet, none has
-        updated anything.
+        whether this rank asks to continue with more ranks. on_gradients_reduced: called before the gradients are
+        clipped. Raises CommError if a collective failed; if that was before the ranks' decision, no rank has updated
+        its masters.
         """
         self.model.train()
         if self.worker is not None:
@@ -113,10 +116,10 @@ class Engine:
         with self.groups.meter.span("reduce"):
             self.finish_reductions_and_unscale()
         self._awaited_decision = step, lr
-        result = self._agree(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
+        result = self._decide_step(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
         if on_gradients_reduced is not None:
             on_gradients_reduced()
-        self._carry_out(self.decision, lr)
+        self._apply_decision(self.decision, lr)
         merged = False
         if self.merger is not None:
             self.merger.count_step(result)
@@ -159,13 +162,13 @@ class Engine:
             self.scaler.update(decision.result.overflowed)
         self.reducer.exclude_unused(decision.use_counts)
         self.decision = decision
-        self._carry_out(decision, self._awaited_decision[1])
+        self._apply_decision(decision, self._awaited_decision[1])
         if self.merger is not None:
             self.merger.count_step(decision.result)
             self.merger.unmerged = self.merger.due_fragments(decision.step)
 
-    def _carry_out(self, decision: Decision, lr: float) -> None:
-        """Update this rank's masters as decided, without communication (but for Muon's)."""
+    def _apply_decision(self, decision: Decision, lr: float) -> None:
+        """Update this rank's masters as decided. Communicates with Muon only. lr: the learning rate."""
         self._awaited_decision = self.completed_steps = None
         if decision.result.update_successful:
             with self.groups.meter.span("optimizer"):
@@ -178,7 +181,7 @@ class Engine:
         if self.scaler is not None:
             self.reducer.scale_gradients(1 / self.scaler.scale)
 
-    def _agree(
+    def _decide_step(
         self,
         step: int,
         loss: float | Tensor,
@@ -207,7 +210,7 @@ class Engine:
         return replace(result, non_finite_parameters=tuple(self._find_non_finite_parameters()))
 
     def _squared_norm(self) -> float:
-        """This rank's part of the squared gradient norm: of the ranks that hold an element, one counts it."""
+        """Return this rank's part of the squared gradient norm; each element is counted by one of its holders."""
         rank = self.groups.world.rank
         specs = self.specs | self.reducer.master_specs
         grads = [
@@ -232,6 +235,7 @@ class Engine:
             self._run_optimizer(lr, step)
 
     def _run_optimizer(self, lr: float, step: int) -> None:
+        """Run the optimizer on all update groups and copy masters to parameters. step: as in `clip_and_update`."""
         set_learning_rate(self.optimizer, lr)
         for group in self.reducer.groups_to_update():
             self.reducer.attach_grads(group)

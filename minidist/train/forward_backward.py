@@ -66,7 +66,7 @@ class ForwardBackward:
         ]
 
     def _positions(self, seq_len: int) -> Tensor:
-        """The positions of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
+        """Return the positions of this rank's tokens in a full sequence, (seq_len / cp,) int64."""
         if seq_len not in self._positions_of:
             layout = DEFAULT_LAYOUT[self._parallel.cp_attention]
             self._positions_of = {
@@ -87,7 +87,7 @@ class ForwardBackward:
         scale = 1.0 if self.scaler is None else self.scaler.scale
         for i, batch in enumerate(batches):
             self._last_micro_batch = i == len(batches) - 1
-            if not self._skips(batch):
+            if not self._is_skipped(batch):
                 with self.groups.meter.span("forward", micro_batch=i):
                     loss_sum = self.forward_loss(step, batch)
                 with self.groups.meter.span("backward", micro_batch=i):
@@ -97,18 +97,19 @@ class ForwardBackward:
 
     def forward_loss(self, step: int, batch: Batch) -> Tensor:
         """Run forward of a micro-batch and return the sum of its token losses, () in nats. Not for a pipeline."""
-        batch, address = self._addressed(step, batch)
+        batch, address = self._to_device_with_address(step, batch)
         return self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
 
     def _gradients_are_ready(self) -> bool:
         """Whether the running backward is the last before gradients are reduced."""
         return self.reducer.reduces_each_micro_batch or self._last_micro_batch
 
-    def _skips(self, batch: Batch) -> bool:
-        """Whether to skip a batch without samples: not where the forward gathers parameters, as all ranks take part."""
+    def _is_skipped(self, batch: Batch) -> bool:
+        """Whether to skip a batch: it has no samples, and the forward gathers no parameters, which needs all ranks."""
         return len(batch.samples) == 0 and self.reducer.gatherer is None
 
-    def _addressed(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
+    def _to_device_with_address(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
+        """Return the batch on this rank's device, and the address of its dropout masks in step `step`."""
         batch = batch.to(self.device)
         where = self._positions(batch.tokens.shape[1] * self._mesh.cp)
         return batch, DropoutAddress(self.seed, step, batch.samples, where)
@@ -116,32 +117,34 @@ class ForwardBackward:
     # -- with a pipeline ----------------------------------------------------------------------------------------------
 
     def _train_pipeline(self, step: int, batches: Sequence[Batch], weight: float, count: AsyncSum) -> float | Tensor:
+        """Run all micro-batches through the pipeline. Arguments and result as in `run_micro_batches`."""
         if count.value == 0:
             return 0.0
         scale = 1.0 if self.scaler is None else self.scaler.scale
         losses: list[Tensor] = []
-        addressed = [self._addressed(step, batch) for batch in batches]
+        addressed = [self._to_device_with_address(step, batch) for batch in batches]
 
         def part(chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            out = self._part(chunk, *addressed[micro_batch], hidden)
+            out = self._run_chunk(chunk, *addressed[micro_batch], hidden)
             if isinstance(out, Tensor):
                 return out
             loss = out[0] * weight / count.value
             losses.append(loss.detach())
             return loss * scale
 
-        empty = [i for i, batch in enumerate(batches) if self._skips(batch)]
+        empty = [i for i, batch in enumerate(batches) if self._is_skipped(batch)]
         self.pipeline.run(part, lambda micro_batch: self._empty_hidden(batches[micro_batch]), empty)
         return torch.stack(losses).sum() if losses else 0.0
 
-    def _part(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
-        """Run one part of the model: return hidden states, or the loss sum and the token count after the last part."""
+    def _run_chunk(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
+        """Run one chunk of this stage: return hidden states; after the last layer the loss sum and token count."""
         layers = self._parallel.layer_range(chunk)
         return self.model(
             batch.tokens, batch.labels, address=address, positions=address.positions, layers=layers, hidden=hidden
         )
 
     def _empty_hidden(self, batch: Batch) -> Tensor:
+        """Allocate a tensor for the hidden states of a micro-batch, received from another stage."""
         return self._parallel.empty_hidden(*batch.tokens.shape, self._mesh.tp)
 
     # -- without gradients --------------------------------------------------------------------------------------------
@@ -153,14 +156,18 @@ class ForwardBackward:
         batches: this rank's, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
         """
         sums = [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        addressed = [self._addressed(0, batch) for batch in self.shard_sequences(batches) if not self._skips(batch)]
+        addressed = [
+            self._to_device_with_address(0, batch)
+            for batch in self.shard_sequences(batches)
+            if not self._is_skipped(batch)
+        ]
 
         def record(loss_sum: Tensor, count: Tensor) -> Tensor:
             sums.append(torch.stack([loss_sum.double(), count.double()]))
             return loss_sum
 
         def part(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
-            out = self._part(chunk, *addressed[i], hidden)
+            out = self._run_chunk(chunk, *addressed[i], hidden)
             return out if isinstance(out, Tensor) else record(*out)
 
         if self.pipeline is not None:

@@ -79,11 +79,12 @@ class ShardedMatrices:
         return results
 
     def _numel(self, rank: int, name: str) -> int:
+        """Return the number of elements of matrix `name` that group rank `rank` holds."""
         shard = self.plan.holders_by_matrix[name].get(rank)
         return 0 if shard is None else shard.numel
 
     def _all_to_all(self, sent: Mapping[int, list[Tensor]], numel: Mapping[int, int]) -> dict[int, Tensor]:
-        """Send each rank its tensors, concatenated, and return what came from each, (numel[rank],)."""
+        """Collective: send each rank its tensors, concatenated; return what each rank sent, (numel[rank],)."""
         parts = [part for rank in range(self.group.size) for part in sent[rank]]
         outgoing = torch.cat(parts).to(self._like.device) if parts else self._like.new_empty(0)
         incoming = self._like.new_empty(sum(numel.values()))

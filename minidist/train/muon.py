@@ -65,22 +65,25 @@ class Muon(AdamW):
             self.param_groups = groups
 
     def _step_matrices(self, group: dict) -> None:
+        """Update the matrices of a parameter group, which this rank holds in full."""
         for parameter, shape in zip(group["params"], group["shapes"], strict=True):
             if parameter.grad is not None:
-                momentum = self._momentum(parameter, group["momentum"])
-                _apply(parameter, orthogonalize(momentum.view(shape), group["steps"]), shape, group)
+                momentum = self._update_momentum(parameter, group["momentum"])
+                _apply_update(parameter, orthogonalize(momentum.view(shape), group["steps"]), shape, group)
 
     def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
-        """Update the sharded matrices. group: None on a rank that holds no element of any matrix."""
+        """Collective: update the sharded matrices. group: None on a rank that holds no element of any matrix."""
         group = {"names": [], "params": [], "shapes": []} if group is None else group
         found = zip(group["names"], group["params"], group["shapes"], strict=True)
         held = {name: (shard, shape) for name, shard, shape in found if shard.grad is not None}
-        momenta = {name: self._momentum(shard, group["momentum"]).reshape(-1) for name, (shard, _) in held.items()}
+        momenta = {
+            name: self._update_momentum(shard, group["momentum"]).reshape(-1) for name, (shard, _) in held.items()
+        }
         updates = self._exchange.apply(lambda matrix: orthogonalize(matrix, self._steps), momenta, names)
         for name, (shard, shape) in held.items():
-            _apply(shard, updates[name], shape, group)
+            _apply_update(shard, updates[name], shape, group)
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+    def _update_momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Update the momentum of a parameter and return Nesterov's look-ahead, in its shape."""
         state = self.state[parameter]
         if not state:
@@ -89,7 +92,7 @@ class Muon(AdamW):
         return parameter.grad.lerp(average, momentum)
 
 
-def _apply(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dict) -> None:
+def _apply_update(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dict) -> None:
     """Decay the weights, then subtract the update. shape: of the full matrix."""
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     parameter.sub_(update.to(parameter.device).view_as(parameter), alpha=group["lr"] * adamw_rms_scale(shape))

@@ -81,8 +81,8 @@ class Recovery(ABC):
     """Interface of live recovery: what a process keeps from trainer to trainer while ranks die and are replaced.
 
     corpus: the training text, for every trainer of this process. connect_timeout_s: seconds after which the creation of
-    a process group fails, as a rank may die meanwhile. has_changed_ranks: whether the run has lost or gained ranks
-    before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
+    a process group fails, as a rank may die meanwhile. has_changed_ranks: whether ranks have died, left or joined
+    since the run began. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
     """
 
     corpus: Corpus

@@ -79,6 +79,7 @@ def _adamw_groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: Para
 
 
 def _muon_group(optim: OptimConfig, matrices: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> dict:
+    """Return Muon's parameter group. sharded: whether `matrices` are shards; else ValueError for a partial matrix."""
     for name, master in matrices.items():
         if not sharded and master.numel() != math.prod(specs[name].shape):
             raise ValueError(

@@ -77,12 +77,12 @@ def read_resumed_config(resume: Path) -> Config:
 def inherit_options(config: Config) -> Config:
     """Return `config` with the options of the run that it resumes, where its own have their default values.
 
-    The same `config` if it does not name a checkpoint to resume, or not `checkpoint.inherit`. Raises UserError if there
-    is no intact checkpoint.
+    Returns `config` unchanged if it names no checkpoint to resume, or if `checkpoint.inherit` is False. Raises
+    UserError if there is no intact checkpoint.
     """
     if config.checkpoint.resume in (None, AUTO) or not config.checkpoint.inherit:
         return config
-    return _overlay(read_resumed_config(config.checkpoint.resume), config, Config())
+    return _overlay_changed_options(read_resumed_config(config.checkpoint.resume), config, Config())
 
 
 def parse_checkpoint_config(index: "Index") -> Config:
@@ -172,13 +172,13 @@ def _check_state(index: "Index") -> None:
         raise DamagedError(f"{index.path} is damaged: in the state of step {index.step}, {wrong[0]} is {value[:60]}.")
 
 
-def _overlay(base: Any, config: Any, default: Any) -> Any:
-    """Return `base` with the values of `config` that are not those of `default`, at all levels."""
+def _overlay_changed_options(base: Any, config: Any, default: Any) -> Any:
+    """Return `base` with those values of `config` that differ from `default`, in all sections."""
     changes = {}
     for field in dataclasses.fields(config):
         below, value, usual = (getattr(each, field.name) for each in (base, config, default))
         if dataclasses.is_dataclass(value):
-            changes[field.name] = _overlay(below, value, usual)
+            changes[field.name] = _overlay_changed_options(below, value, usual)
         elif value != usual:
             changes[field.name] = value
     return dataclasses.replace(base, **changes)

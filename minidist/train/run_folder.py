@@ -17,8 +17,8 @@ AUTO = Path("auto")  # the value of --checkpoint.resume for "the newest checkpoi
 class RunFolder:
     """The folder of a run.
 
-    checkpoints: those to resume from, in the order to try them; none for a new run. unfinished: the checkpoints beside
-    them, or in the folder, whose save was interrupted.
+    path: the folder. checkpoints: those to resume from, in the order to try them; none for a new run. unfinished: the
+    checkpoints in the same place whose save or deletion was interrupted.
     """
 
     path: Path
@@ -45,16 +45,16 @@ def open_run_folder(config: Config) -> RunFolder:
     folder = None if config.folder is None else Path(config.folder).expanduser()
     if (resume := config.checkpoint.resume) not in (None, AUTO):
         newest = folders.latest_checkpoint(find_checkpoints_folder(resume))
-        path = _create(folder or find_run_folder(newest))
+        path = _create_run_folder(folder or find_run_folder(newest))
         return RunFolder(path, (newest,), tuple(folders.unfinished_checkpoints(newest.parent)))
     if folder is None and resume == AUTO:
         raise UserError("--checkpoint.resume auto looks for checkpoints in the run folder: name it with --folder.")
     found = {} if folder is None else folders.complete_checkpoints(folder / CHECKPOINTS)
     unfinished = () if folder is None else folders.unfinished_checkpoints(folder / CHECKPOINTS)
-    return RunFolder(_create(folder), tuple(reversed(found.values())), tuple(unfinished))
+    return RunFolder(_create_run_folder(folder), tuple(reversed(found.values())), tuple(unfinished))
 
 
-def _create(folder: Path | None) -> Path:
+def _create_run_folder(folder: Path | None) -> Path:
     """Create `folder`, or the next free folder in RUNS for None. Raises UserError if the system refuses."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file; give a folder that does not exist yet.")

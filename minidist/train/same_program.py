@@ -1,4 +1,4 @@
-"""Ranks that were started by hand, with other options or on machines with other code, would train silently wrong."""
+"""Check that all ranks run the same program: with different options or code they would train silently wrong."""
 
 import dataclasses
 import hashlib
@@ -15,18 +15,18 @@ from minidist.config import Config, option_fields
 from minidist.errors import UserError, format_ranks
 
 # Options that may differ between ranks: rank 0 decides on the folder, and the corpora are compared by their content.
-_OWN = ("folder", "device", "checkpoint.resume", "data.path", "data.source")
+_MAY_DIFFER = ("folder", "device", "checkpoint.resume", "data.path", "data.source")
 
 
 def check_same_program(config: Config, group: Group) -> None:
     """Collective: raise UserError on all ranks unless all ranks of `group` have the same options and package source.
 
-    The options of `_OWN` may differ. The message names the options and their values by rank, or the source files. Sends
-    8 bytes per rank if all agree.
+    The options in `_MAY_DIFFER` are not compared. The message names the options and their values by rank, or the source
+    files. Sends 8 bytes per rank if all agree.
     """
     if group.size == 1:
         return
-    facts = {**_flatten(config), **_hash_source_files(Path(minidist.__file__).parent)}
+    facts = {**_flatten_options(config), **_hash_source_files(Path(minidist.__file__).parent)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     mine = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64).to(group.world.control_device)
     digests = torch.empty(group.size, dtype=torch.int64, device=mine.device)
@@ -45,25 +45,27 @@ def check_same_program(config: Config, group: Group) -> None:
     raise UserError(f"the ranks {what}: {'; '.join(differing[:4])}{more}. {fix}.")
 
 
-def _flatten(section: Any, prefix: str = "") -> dict[str, str]:
+def _flatten_options(section: Any, prefix: str = "") -> dict[str, str]:
     """Return the values of all options that must agree, as text, by name: {"optim.lr": "0.003"}."""
     found: dict[str, str] = {}
     for field in option_fields(section):
         name = field.name
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
-            found |= _flatten(value, f"{prefix}{name}.")
-        elif prefix + name not in _OWN:
+            found |= _flatten_options(value, f"{prefix}{name}.")
+        elif prefix + name not in _MAY_DIFFER:
             found[(prefix + name).replace("_", "-")] = str(value)
     return found
 
 
 def _hash_source_files(package: Path) -> dict[str, str]:
+    """Return a short hash of each source file of the package, by "file " and its path."""
     files = sorted(package.rglob("*.py"))
     return {f"file {file.relative_to(package)}": hashlib.sha256(file.read_bytes()).hexdigest()[:8] for file in files}
 
 
 def _format_values(name: str, by_rank: list[dict[str, str]]) -> str:
+    """Return for the message which values an option or file has on which ranks."""
     ranks: dict[str | None, list[int]] = defaultdict(list)
     for rank, facts in enumerate(by_rank):
         ranks[facts.get(name)].append(rank)

@@ -103,7 +103,7 @@ class SkippedSteps:
 
         step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of the RunError.
         Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
-        finite, or the loss scaler is exhausted.
+        finite, or the loss scaler's overflows persist.
         """
         is_counted = step == self.last_step
         self.last_step = step
@@ -127,6 +127,7 @@ class SkippedSteps:
 
 
 def _describe_not_finite(result: StepResult, step: int, all_gather_object: GatherObjects) -> str:
+    """Collective: return a sentence that names the first non-finite tensor and the ranks with a non-finite loss."""
     names = [name for names in all_gather_object(result.non_finite_parameters) for name in names[:1]]
     own = [rank for rank, finite in enumerate(all_gather_object(result.is_local_loss_finite)) if not finite]
     where = f"the loss of {format_ranks(own)}" if own else "the reduced gradient"
@@ -134,6 +135,7 @@ def _describe_not_finite(result: StepResult, step: int, all_gather_object: Gathe
 
 
 def _describe_overflow(result: StepResult, step: int, scaler: LossScaler, all_gather_object: GatherObjects) -> str:
+    """Collective: return sentences about the steps that overflowed: loss scales, parameters, what to change."""
     names = list(dict.fromkeys(name for names in all_gather_object(result.non_finite_parameters) for name in names))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     scales = [f"{scale:g}" for scale in scaler.overflowed]

@@ -61,7 +61,9 @@ class ZeroReducerBuilder:
         gatherer = None
         frozen = []
         if self.zero.stage < 3:
-            members = [self._make_reduced_flat_param(FlatParam, planned.layout) for planned in self._plan(trained)]
+            members = [
+                self._make_reduced_flat_param(FlatParam, planned.layout) for planned in self._plan_trained(trained)
+            ]
         else:
             members, frozen, gatherer = self._make_blocks(trained)
         master_specs = {
@@ -81,7 +83,8 @@ class ZeroReducerBuilder:
 
     # -- flat parameters -----------------------------------------------------------------------------------------------
 
-    def _plan(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
+    def _plan_trained(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
+        """Group the trained parameters into flat parameters (`plan_flat_params`)."""
         return plan_flat_params(
             {name: parameter.numel() for name, parameter in trained.items()},
             lambda name: (self._replica_ranks(name), self.chunk_of.get(name, 0)),
@@ -98,7 +101,7 @@ class ZeroReducerBuilder:
         members = []
         frozen = []
         flat_params = {}
-        for planned in self._plan(trained):
+        for planned in self._plan_trained(trained):
             members.append(self._make_reduced_flat_param(ShardedFlatParam, planned.layout))
             flat_params.setdefault(planned.block, []).append(members[-1].flat_param)
         frozen_names: dict[int, list[str]] = {}
@@ -117,6 +120,7 @@ class ZeroReducerBuilder:
         return members, frozen, gatherer
 
     def _make_reduced_flat_param(self, kind: type[FlatParam], layout: FlatLayout) -> ReducedFlatParam:
+        """Build a trained flat parameter, with its gradients. kind: its class. layout: where its parameters lie."""
         names = list(layout.slots)
         flat_param = self._make_flat_param(kind, layout)
         replicas = self._replica_ranks(names[0])
@@ -131,6 +135,7 @@ class ZeroReducerBuilder:
         return ReducedFlatParam(flat_param, gradients, self.chunk_of.get(names[0], 0))
 
     def _make_flat_param(self, kind: type[FlatParam], layout: FlatLayout, frozen: bool = False) -> FlatParam:
+        """Build a flat parameter. kind: its class. frozen: whether it has neither masters nor gradients."""
         dtypes = self.dtypes
         if frozen:
             dtypes = PrecisionDtypes(*[dtypes.parameter] * 5)

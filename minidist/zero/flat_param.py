@@ -61,7 +61,7 @@ class FlatParam:
         self._gather_handle: Handle | None = None
 
     def _take_shard(self, begin: int, end: int) -> Tensor:
-        """This rank's shard of the flat buffer, (end - begin,)."""
+        """Return this rank's shard of the flat buffer, (end - begin,), as a view of it."""
         return self.full_buffer[begin:end]
 
     @torch.no_grad()
@@ -85,6 +85,7 @@ class ShardedFlatParam(FlatParam):
         self.reshard()
 
     def _take_shard(self, begin: int, end: int) -> Tensor:
+        """Return a copy of this rank's shard, which outlives the flat buffer."""
         return super()._take_shard(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
@@ -132,6 +133,7 @@ class FullGradients:
         self._allocate()
 
     def _allocate(self) -> None:
+        """Allocate the flat gradient; no parameter has a gradient yet."""
         self.full_buffer = torch.zeros(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
         self.views = {name: self.full_buffer[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # parameters with a gradient in this step
@@ -153,7 +155,7 @@ class FullGradients:
             view.copy_(grad)
             self.filled.add(name)
 
-    def launch(self) -> None:
+    def launch_reduction(self) -> None:
         """Collective: start the flat gradient's reduce-scatter (all-reduce if not sharded); missing gradients are 0."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
@@ -180,7 +182,7 @@ class FullGradients:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
-    def wait(self) -> None:
+    def wait_reduction(self) -> None:
         """Wait for the reduction in flight, if there is one; `result` then holds the reduced shard."""
         if self._in_flight is not None:
             handle, output, target = self._in_flight
@@ -192,10 +194,10 @@ class FullGradients:
     def launch_final_reduction(self) -> None:
         """Collective, once a step: start the all-reduce of the gradient shard over `replica_group` (hybrid sharding).
 
-        Does nothing where `launch` has started it already.
+        Does nothing where `launch_reduction` has started it already.
         """
         if self.group.size > 1:
-            self.wait()
+            self.wait_reduction()
             self.launch_replica_all_reduce()
 
     def clear(self) -> None:
@@ -219,6 +221,7 @@ class ShardedGradients(FullGradients):
     transient = True
 
     def _allocate(self) -> None:
+        """Start without gradients: buffers are allocated when they are needed."""
         self._local_grads: dict[str, Tensor] = {}
         self.full_buffer = self.result = None
 
@@ -245,18 +248,20 @@ class ShardedGradients(FullGradients):
         return flat_grad
 
     def _make_shard(self) -> Tensor:
+        """Allocate a shard of the flat gradient, (shard_numel,), uninitialised."""
         return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
-    def launch(self) -> None:
-        self.wait()
+    def launch_reduction(self) -> None:
+        """Collective: start the reduce-scatter of the micro-batch's gradients; first wait for an earlier one."""
+        self.wait_reduction()
         self.full_buffer = self._reduce(self._make_flat_gradient(), self._make_shard())
 
-    def wait(self) -> None:
+    def wait_reduction(self) -> None:
         """Wait for the reduction in flight and add it to `result`."""
         if self._in_flight is None:
             return
         target = self._in_flight[2]
-        super().wait()
+        super().wait_reduction()
         self.full_buffer = None
         if self.result is None:
             self.result = target
@@ -264,7 +269,8 @@ class ShardedGradients(FullGradients):
             self.result.add_(target)
 
     def launch_final_reduction(self) -> None:
-        self.wait()
+        """Complete the last micro-batch's reduction; then start the all-reduce over `replica_group`, if any."""
+        self.wait_reduction()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
         self.launch_replica_all_reduce()

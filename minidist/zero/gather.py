@@ -80,6 +80,7 @@ class BlockGatherer:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Hook: unshard the root and start to gather the first block of the layers that will run."""
         layers = kwargs.get("layers")
         self._layers = range(self.num_layers) if layers is None else layers
         if self._layers.start == 0 or self._runs_last_layer:
@@ -97,10 +98,12 @@ class BlockGatherer:
             self.blocks[index].launch_gather()
 
     def _before_forward(self, block: Block) -> None:
+        """Hook: unshard a block and start to gather the next one."""
         block.unshard()
         self._prefetch_block(block.index + 1)
 
     def _after_forward(self, block: Block, hidden: Tensor) -> None:
+        """Hook: reshard a block, unless it stays unsharded; unshard it when its backward begins."""
         if not self._stays_unsharded(block.index == self.num_layers - 1):
             block.reshard()
         if hidden.requires_grad:
@@ -108,9 +111,11 @@ class BlockGatherer:
             hidden.register_hook(lambda _: self._before_backward(block, layers))
 
     def _stays_unsharded(self, is_last: bool) -> bool:
+        """Whether parameters stay unsharded until backward. is_last: whether the last layer or the head uses them."""
         return self.keep_last_block and is_last and torch.is_grad_enabled()
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        """Hook: reshard the root, unless it stays unsharded; unshard it when the loss's backward begins."""
         if not self._stays_unsharded(self._runs_last_layer):
             self.root.reshard()
         if self._runs_last_layer and isinstance(output, tuple) and output[0].requires_grad:
@@ -120,11 +125,13 @@ class BlockGatherer:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _before_model_backward(self, layers: range) -> None:
+        """Hook: unshard the root and start to gather the last of `layers`."""
         self._layers = layers
         self.root.unshard()
         self._prefetch_block(layers.stop - 1)
 
     def _before_backward(self, block: Block, layers: range) -> None:
+        """Hook: end the backward of the block that came before, unshard this one and prefetch the next in backward."""
         self._layers = layers
         self._end_block_backward()
         block.unshard()

@@ -138,9 +138,9 @@ def plan_flat_params(
     Stage 3 makes one per block and one for all other parameters; other stages make one per bucket.
 
     sizes: number of elements of each parameter, by name, in the order of the model. kind_of: maps a parameter's name to
-    its kind, any hashable value; a flat parameter has parameters of one kind only. zero: the ZeRO options, of which the
-    stage and its consequences count. num_shards: into how many shards each flat parameter is cut. bucket_bytes: maximum
-    bytes of a bucket. element_bytes: bytes of one gradient element in the reduction.
+    its kind, any hashable value (such as its replicas); a flat parameter has parameters of one kind only. zero: the
+    ZeRO options: the stage, and how it treats gradients. num_shards: into how many shards each flat parameter is cut.
+    bucket_bytes: maximum bytes of a bucket. element_bytes: bytes of one gradient element in the reduction.
     """
     planned = []
     if zero.stage == 3:
@@ -161,6 +161,7 @@ def plan_flat_params(
 
 
 def _group_by(names: Iterable[str], key_of: Callable[[str], Hashable]) -> dict[Hashable, list[str]]:
+    """Return lists of names with the same key, by key, in the order of first occurrence."""
     groups: dict[Hashable, list[str]] = {}
     for name in names:
         groups.setdefault(key_of(name), []).append(name)

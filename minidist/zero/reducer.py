@@ -42,44 +42,50 @@ class InOrderReductions:
         self.reset_for_next_backward()
 
     def reset_for_next_backward(self) -> None:
-        """Wait again for the gradients of all flat parameters; the next reduction is the first in order."""
+        """Expect the gradients of all flat parameters again; the next reduction to launch is the first."""
         self.awaited = {name for member in self.members for name in member.flat_param.parameters}
         self._next = 0
 
     def mark_ready(self, name: str) -> None:
         """Declare that all gradients of `name` have been added; if eager, launch the reductions now possible."""
         self.awaited.discard(name)
-        while self.eager and self._pending() and self.awaited.isdisjoint(self._pending()[0].flat_param.parameters):
+        while (
+            self.eager
+            and self._not_launched()
+            and self.awaited.isdisjoint(self._not_launched()[0].flat_param.parameters)
+        ):
             self._launch()
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
         """Launch, in order, all reductions up to those of `flat_params`; called when a block's backward is over."""
-        while any(member.flat_param in flat_params for member in self._pending()):
+        while any(member.flat_param in flat_params for member in self._not_launched()):
             self._launch()
 
     def launch_remaining(self) -> None:
         """Launch, in order, all reductions that have not been launched since the last reset."""
-        while self._pending():
+        while self._not_launched():
             self._launch()
 
-    def _pending(self) -> Sequence[ReducedFlatParam]:
+    def _not_launched(self) -> Sequence[ReducedFlatParam]:
+        """Return the flat parameters whose reductions have not been launched since the last reset, in order."""
         return self.members[self._next :]
 
     def _launch(self) -> None:
+        """Launch the next reduction. Waits for an older one, so that at most two full-length buffers exist."""
         member = self.members[self._next]
         gradients = self.members[self._next].gradients
         self.awaited -= member.flat_param.parameters.keys()
         self._next += 1
         if not gradients.transient:
-            gradients.launch()
+            gradients.launch_reduction()
             return
         while len(self._in_flight) > 1:
-            self._in_flight.popleft().wait()
-        gradients.launch()
+            self._in_flight.popleft().wait_reduction()
+        gradients.launch_reduction()
         if gradients.group.size > 1:
             self._in_flight.append(gradients)
         else:
-            gradients.wait()
+            gradients.wait_reduction()
 
 
 class ZeroReducer(GradientReducer):
@@ -137,6 +143,7 @@ class ZeroReducer(GradientReducer):
         self._member_of[name].gradients.accumulate(name, grad)
 
     def mark_ready(self, name: str) -> None:
+        """Declare that all gradients of parameter `name` have been accumulated, so that its reduction may start."""
         self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
@@ -166,7 +173,7 @@ class ZeroReducer(GradientReducer):
         for member in self.members:
             member.gradients.launch_final_reduction()
         for member in self.members:
-            member.gradients.wait()
+            member.gradients.wait_reduction()
         self._nothing_in_flight = True
 
     @property
@@ -187,6 +194,7 @@ class ZeroReducer(GradientReducer):
         return grads
 
     def scale_gradients(self, factor: float) -> None:
+        """Multiply this rank's shards of the reduced gradients by `factor`."""
         for member in self.members:
             member.gradients.result.mul_(factor)
 
@@ -204,6 +212,7 @@ class ZeroReducer(GradientReducer):
         return [combined] * bool(combined) + [[member] for member in separate]
 
     def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
+        """Return the names of the parameters in an update group that any rank has used."""
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
@@ -254,6 +263,7 @@ class ZeroReducer(GradientReducer):
         }
 
     def after_load(self) -> None:
+        """Collective: copy the loaded masters to the shards, and all-gather the parameters."""
         for member in self.members:
             if member.flat_param.masters.persistent:
                 member.flat_param.masters.copy_to_params()

@@ -124,7 +124,7 @@ class NaiveReducer:
                 self.masters[name].grad = self.sums[name] if uses else None
 
     def reduce_sums(self) -> None:
-        """Collective: sum over the ranks what is not yet summed. Every rank takes part, one without data with zeros."""
+        """Collective: sum over the ranks all gradients that are not yet summed. A rank without data sends zeros."""
         for total in self.sums.values():
             all_reduce(total, self.group)
 

@@ -79,7 +79,7 @@ class Region:
         self.group = group
 
     def gather(self, x: Tensor) -> Tensor:
-        """Give every rank all tokens: the identity, as it has them."""
+        """Return all tokens, which every rank has here: the identity."""
         return x.view_as(x)
 
     def reduce(self, x: Tensor) -> Tensor:

@@ -37,9 +37,10 @@ from minidist.simple.pipeline import Action
 
 
 def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -> None:
-    """Compute the gradient of a stage's input `hidden` alone, and keep the graph; None, on the first stage: nothing.
+    """Compute the gradient of a stage's input only, into `hidden.grad`, and keep the graph for the weight gradients.
 
-    out: the stage's output. grad: its gradient; None if `out` is the loss.
+    out: the stage's output. hidden: its input; None on the first stage, where nothing is computed. grad: the gradient
+    of `out`; None if `out` is the loss.
     """
     if hidden is not None:
         out.backward(grad, inputs=[hidden], retain_graph=True)
@@ -48,7 +49,7 @@ def backward_of_input(out: Tensor, hidden: Tensor | None, grad: Tensor | None) -
 def backward_of_weights(out: Tensor, parameters: dict[str, nn.Parameter], grad: Tensor | None) -> dict[str, Tensor]:
     """Return the gradients of the parameters that `out` depends on; no `.grad` changes.
 
-    Autograd repeats the first half for it. A zero-bubble engine (arXiv 2401.10241) does not.
+    Autograd repeats the computation of the input gradient for it; a zero-bubble engine (arXiv 2401.10241) does not.
     """
     found = torch.autograd.grad(out, list(parameters.values()), grad, allow_unused=True)
     return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}

@@ -61,7 +61,7 @@ class ZeroStage3(ZeroStage2):
             self.blocks[following].start_gather()
 
     def reduce(self, flat: FlatParameter) -> None:
-        """Collective: reduce-scatter the gradients of a flat parameter; then its parameters are not needed any more."""
+        """Collective: reduce-scatter the gradients of a flat parameter; free its parameters: their backward is over."""
         super().reduce(flat)
         flat.free()
 

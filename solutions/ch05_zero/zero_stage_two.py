@@ -49,7 +49,7 @@ class ZeroStage2(ZeroStage1):
         self.pending = list(self.blocks)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a local gradient; reduce the last pending block, and then those before it, if all its gradients came."""
+        """Add a local gradient; reduce pending blocks, from the last one on, while their gradients are complete."""
         super().add(name, gradient)
         while self.pending and self.local.keys() >= self.pending[-1].parameters.keys():
             self.reduce(self.pending.pop())

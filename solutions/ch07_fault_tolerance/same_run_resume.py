@@ -76,7 +76,7 @@ def state_shards(engine: Engine) -> list[Shard]:
 
 
 def json_state(trainer: "Trainer") -> dict[str, Any]:
-    """Return all that the next steps depend on and that is no tensor, as a JSON object; and what the run is."""
+    """Return all that later steps depend on except tensors, and the run's options and corpus, as a JSON object."""
     return {
         "config": trainer.config_text,
         "step": trainer.progress.step,

@@ -41,7 +41,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -
     equal k.
     """
     repeats = query.shape[1] // key.shape[1]
-    return _kernels(query)[0](query, _repeat(key, repeats), _repeat(value, repeats), causal)
+    return _kernels(query)[0](query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), causal)
 
 
 def attention_backward(
@@ -55,7 +55,9 @@ def attention_backward(
     """
     kv_heads = key.shape[1]
     repeats = query.shape[1] // kv_heads
-    grads = _kernels(query)[1](grad, query, _repeat(key, repeats), _repeat(value, repeats), out, lse, causal)
+    grads = _kernels(query)[1](
+        grad, query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), out, lse, causal
+    )
     if repeats == 1:
         return grads
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -77,24 +79,24 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
     return out * ahead.sigmoid() + other * (-ahead).sigmoid(), torch.logaddexp(lse, other_lse)
 
 
-def _repeat(heads: Tensor, repeats: int) -> Tensor:
-    """Each key and value head once for every query head that it serves, as the kernels want it."""
+def _repeat_heads(heads: Tensor, repeats: int) -> Tensor:
+    """Repeat each key or value head (b, kv_heads, k, d) once per query head that attends to it, for the kernels."""
     return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
 
 
 def _kernels(query: Tensor) -> tuple[Callable, Callable]:
-    """Forward and backward of the kernel for this tensor's device and dtype."""
+    """Return the kernel and its backward for the device and dtype of `query`."""
     if query.device.type == "cpu":
-        return _cpu, _cpu_backward
+        return _cpu_forward, _cpu_backward
     if query.device.type == "cuda" and query.dtype != torch.float64:
         ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
         if query.dtype != torch.float32 and ampere:
-            return _flash, _flash_backward
-        return _efficient, _efficient_backward
+            return _flash_forward, _flash_backward
+        return _efficient_forward, _efficient_backward
     return _written, _written_backward
 
 
-def _cpu(query, key, value, causal):
+def _cpu_forward(query, key, value, causal):
     return _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
 
 
@@ -102,10 +104,10 @@ def _cpu_backward(grad, query, key, value, out, lse, causal):
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, lse, 0.0, causal)
 
 
-def _flash(query, key, value, causal):
+def _flash_forward(query, key, value, causal):
     width = query.shape[-1]
     scale = query.shape[-1] ** -0.5
-    query, key, value = map(_widen, (query, key, value))
+    query, key, value = map(_pad_features, (query, key, value))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return out[..., :width], lse
 
@@ -113,7 +115,7 @@ def _flash(query, key, value, causal):
 def _flash_backward(grad, query, key, value, out, lse, causal):
     width = query.shape[-1]
     scale = query.shape[-1] ** -0.5
-    wide = map(_widen, (grad, query, key, value, out))
+    wide = map(_pad_features, (grad, query, key, value, out))
     # Random numbers are for dropout, of which there is none here; starts of sequences for batches of several lengths.
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = _aten._scaled_dot_product_flash_attention_backward(
@@ -122,10 +124,10 @@ def _flash_backward(grad, query, key, value, out, lse, causal):
     return tuple(g[..., :width] for g in grads)
 
 
-def _efficient(query, key, value, causal):
+def _efficient_forward(query, key, value, causal):
     width = query.shape[-1]
     scale = query.shape[-1] ** -0.5
-    wide = map(_widen, (query, key, value))
+    wide = map(_pad_features, (query, key, value))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(*wide, None, True, 0.0, causal, scale=scale)
     return out[..., :width], lse[..., : query.shape[2]]
 
@@ -133,7 +135,7 @@ def _efficient(query, key, value, causal):
 def _efficient_backward(grad, query, key, value, out, lse, causal):
     width = query.shape[-1]
     scale = query.shape[-1] ** -0.5
-    grad, query, key, value, out = map(_widen, (grad, query, key, value, out))
+    grad, query, key, value, out = map(_pad_features, (grad, query, key, value, out))
     # With an infinite lse, what is filled up has shares of 0.
     lse = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED_LSE), value=torch.inf).contiguous()
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -143,19 +145,21 @@ def _efficient_backward(grad, query, key, value, out, lse, causal):
     return tuple(g[..., :width] for g in grads[:3])
 
 
-def _widen(x: Tensor) -> Tensor:
-    """Zeros after a head's features change no product, and so no score."""
+def _pad_features(x: Tensor) -> Tensor:
+    """Pad each head with zeros to a multiple of 8 features, as CUDA's kernels require; scores do not change."""
     return F.pad(x, (0, -x.shape[-1] % _ALIGNED_FEATURES))
 
 
 def _written(query, key, value, causal):
-    scores = _scores(query, key, causal)
+    """Attention without a fused kernel, with the scores in memory: return output and log-sum-exp."""
+    scores = _masked_scores(query, key, causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), lse
 
 
 def _written_backward(grad, query, key, value, out, lse, causal):
-    shares = (_scores(query, key, causal) - lse[..., None]).exp()  # (b, heads, q, k)
+    """Backward of `_written`: return the gradients of query, key and value."""
+    shares = (_masked_scores(query, key, causal) - lse[..., None]).exp()  # (b, heads, q, k)
     grad, query_, key_, value, out = (x.to(shares.dtype) for x in (grad, query, key, value, out))
     along = (grad * out).sum(-1, keepdim=True)
     dscores = shares * (grad @ value.transpose(-1, -2) - along) * query.shape[-1] ** -0.5
@@ -163,7 +167,8 @@ def _written_backward(grad, query, key, value, out, lse, causal):
     return tuple(g.to(query.dtype) for g in grads)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+def _masked_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """Return the scores `query key^T / sqrt(d)`, at least float32; minus infinity for later keys if `causal`."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * query.shape[-1] ** -0.5
     if causal:

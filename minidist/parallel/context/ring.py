@@ -49,15 +49,15 @@ def _ring_backward(
 
 
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
-    """Collective: return `ring_attention`, and the log-sum-exp of each query's scores over all keys of the sequence.
+    """Collective: return the output of ring attention, and each query's log-sum-exp of its scores over all keys.
 
     The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
     """
-    out, lse = _nothing_seen(query)
+    out, lse = _attention_to_nothing(query)
     held = torch.stack((key, value))
     for step in range(group.size):
         hop = RingTransfer([held] if step < group.size - 1 else [], group)
-        _attend(_part(query, group, layout, step), query, held, out, lse)
+        _merge_attention_to_block(_score_block_of_step(query, group, layout, step), query, held, out, lse)
         held = hop.wait()[0] if step < group.size - 1 else None
     return out.to(query.dtype), lse
 
@@ -65,7 +65,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Collective: return the gradients: of query, and of key and value stacked in one tensor, (2, *key.shape).
+    """Collective: return two gradients: of query, and of key and value stacked in one tensor, (2, *key.shape).
 
     grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as in `ring_attention`.
     """
@@ -78,8 +78,8 @@ def ring_backward(
         leaving = [held] if step < group.size - 1 else []
         # Step 1 begins new sums, for the block of the rank before; from step 2 on they follow the blocks.
         hop = RingTransfer(leaving + ([sums] if step > 1 else []), group)
-        what = _part(query, group, layout, step)
-        share = _gradients(what, grad, query, held, out, lse, dquery)
+        what = _score_block_of_step(query, group, layout, step)
+        share = _block_gradients(what, grad, query, held, out, lse, dquery)
         arrived = hop.wait()
         held = arrived.pop(0) if leaving else None
         if step > 0:
@@ -111,12 +111,16 @@ class RingTransfer:
         return self._arriving
 
 
-def _part(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
+def _score_block_of_step(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
+    """Return the scores that this rank computes in a step of the ring; None if the causal mask hides all."""
     return score_block(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
 
 
-def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge what a block of keys and values gives into `out` and `lse`."""
+def _merge_attention_to_block(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge attention to one block of keys and values into the running `out` and `lse`, in place.
+
+    what: the scores to compute; None: nothing. held: the block's keys and values, (2, b, kv_heads, s, d).
+    """
     if what is None:
         return
     k, v = held[..., what.keys, :]
@@ -126,8 +130,11 @@ def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, l
         there.copy_(merged)
 
 
-def _gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
-    """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
+def _block_gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
+    """Return a block's terms of its key and value gradients, () if it is masked; add its term of `dquery` in place.
+
+    Arguments as in `_merge_attention_to_block` and `ring_backward`.
+    """
     if what is None:
         return ()
     k, v = held[..., what.keys, :]
@@ -137,8 +144,11 @@ def _gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> 
     return tuple(others)
 
 
-def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and lse of attention to no key at all. The output's memory is (b, s, heads, d), as its user wants it."""
+def _attention_to_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output, zeros, and the log-sum-exp, minus infinity, of attention to no key: where merging starts.
+
+    The output's memory layout is (b, s, heads, d), as the output projection reads it.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     b, heads, s, d = query.shape
     out = torch.zeros((b, s, heads, d), dtype=dtype, device=query.device).transpose(1, 2)
@@ -147,7 +157,7 @@ def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:
 
 @_ring.register_fake
 def _(query, key, value, group, layout):
-    out, lse = _nothing_seen(query)
+    out, lse = _attention_to_nothing(query)
     return out.to(query.dtype), lse
 
 
@@ -156,15 +166,15 @@ def _(grad, query, key, value, out, lse, group, layout):
     return torch.empty_like(query), key.new_empty((2, *key.shape))
 
 
-def _keep(ctx, inputs, output):
+def _save_for_backward(ctx, inputs, output):
     *tensors, ctx.group, ctx.layout = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _back(ctx, grad, _):
+def _autograd_backward(ctx, grad, _):
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     dquery, dkv = _ring_backward(grad, *ctx.saved_tensors, ctx.group, ctx.layout)
     return dquery, *dkv, None, None
 
 
-_ring.register_autograd(_back, setup_context=_keep)
+_ring.register_autograd(_autograd_backward, setup_context=_save_for_backward)

@@ -20,8 +20,8 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: st
 
     model: a Transformer, possibly already split by pipeline and tensor parallelism. group: the ranks that shard the
     same sequences. kind: "ring" or "ulysses". layout: "zigzag" or "contiguous"; None: the default of `kind`. The caller
-    passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the argument
-    `positions` of `Transformer.forward`, and in the `DropoutAddress`.
+    passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions`, both as the argument
+    `positions` of `Transformer.forward` and in the `DropoutAddress`.
 
     Afterwards the loss of a sequence is the sum of the ranks' losses, and the gradient of a parameter, which every rank
     holds in full, is the sum of the ranks' local gradients. Raises ValueError for an unknown kind or layout;

@@ -43,31 +43,31 @@ def ulysses_attention(
     # Rank i's heads of all three become part i of one message.
     sent = torch.cat([x.unflatten(1, (size, -1)) for x in parts], 2).movedim(1, 0)  # (n, b, share, s / n, d)
     received = ops.all_to_all(sent, group.key)  # part i: my heads at the positions of rank i
-    mine = attend(*_in_order(_joined(received), layout, size).split(shares, 1))  # (b, heads / n, s, d)
-    back = ops.all_to_all(_parted(_by_rank(mine, layout, size), size), group.key)
+    mine = attend(*_sort_positions(_join_sequence(received), layout, size).split(shares, 1))  # (b, heads / n, s, d)
+    back = ops.all_to_all(_split_sequence(_unsort_positions(mine, layout, size), size), group.key)
     return back.movedim(0, 1).flatten(1, 2)
 
 
-def _joined(parts: Tensor) -> Tensor:
-    """(n, b, heads, s / n, d) -> (b, heads, s, d), the ranks' positions one after the other."""
+def _join_sequence(parts: Tensor) -> Tensor:
+    """Concatenate the ranks' parts along the sequence: (n, b, heads, s / n, d) -> (b, heads, s, d)."""
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def _parted(whole: Tensor, size: int) -> Tensor:
-    """The inverse of `_joined`."""
+def _split_sequence(whole: Tensor, size: int) -> Tensor:
+    """Split the sequence into the ranks' parts, the inverse of `_join_sequence`. size: number of ranks."""
     return whole.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
 
 
-def _in_order(x: Tensor, layout: str, size: int) -> Tensor:
-    """(b, heads, s, d), the ranks' positions one after the other -> positions ascending."""
-    return x if layout == "contiguous" else x.index_select(2, _held(x, layout, size).argsort())
+def _sort_positions(x: Tensor, layout: str, size: int) -> Tensor:
+    """Put x (b, heads, s, d), which has the ranks' positions one after the other, in the order of the sequence."""
+    return x if layout == "contiguous" else x.index_select(2, _positions_by_rank(x, layout, size).argsort())
 
 
-def _by_rank(x: Tensor, layout: str, size: int) -> Tensor:
-    """The inverse of `_in_order`."""
-    return x if layout == "contiguous" else x.index_select(2, _held(x, layout, size))
+def _unsort_positions(x: Tensor, layout: str, size: int) -> Tensor:
+    """Put x, in the order of the sequence, back into rank order: the inverse of `_sort_positions`."""
+    return x if layout == "contiguous" else x.index_select(2, _positions_by_rank(x, layout, size))
 
 
-def _held(x: Tensor, layout: str, size: int) -> Tensor:
-    """The positions of all ranks, one after the other: (s,)."""
+def _positions_by_rank(x: Tensor, layout: str, size: int) -> Tensor:
+    """Return the positions of all ranks, one rank after the other, (s,) int64."""
     return torch.cat([rank_positions(layout, x.shape[2], size, rank) for rank in range(size)]).to(x.device)

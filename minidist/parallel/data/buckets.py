@@ -68,16 +68,17 @@ class BucketedReducer(GradientReducer):
         bucket_bytes: int = 25 * MIB,
     ):
         super().__init__(parameters, specs)
-        self._given = specs, list(groups), bucket_bytes
-        self._make_buckets()
+        self._bucket_arguments = specs, list(groups), bucket_bytes
+        self._allocate_buckets()
         self._start_step()
 
-    def _make_buckets(self) -> None:
-        self._buckets = self._lay_out(*self._given)
+    def _allocate_buckets(self) -> None:
+        """Create the buckets with new buffers, and the table from parameter name to bucket."""
+        self._buckets = self._build_buckets(*self._bucket_arguments)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
 
-    def _lay_out(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
-        """Make the buckets, in backward order, separate for each group, dtype and device."""
+    def _build_buckets(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
+        """Return the buckets, in the order of backward; a bucket has parameters of one group, dtype and device."""
         kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
         for name, parameter in reversed(self._parameters.items()):
             group = find_gradient_group(specs[name], groups)
@@ -123,16 +124,19 @@ class BucketedReducer(GradientReducer):
         self._start_step()
 
     def clear_gradients(self) -> None:
+        """Drop the gradients of this step; if it was aborted, replace the buffers, which may be in flight."""
         if self._next:  # the step was aborted: buffers in flight must not be reused
-            self._make_buckets()
+            self._allocate_buckets()
         self._start_step()
         super().clear_gradients()
 
     def scale_gradients(self, factor: float) -> None:
+        """Multiply every reduced gradient by `factor`."""
         for bucket in self._buckets:
             bucket.buffer.mul_(factor)
 
     def _start_step(self) -> None:
+        """Expect the gradients of all parameters again; the next bucket to launch is the first."""
         # Parameters with a gradient; parameters that may still get one; index of the next bucket to launch.
         self._filled: set[str] = set()
         self._awaited = set(self._parameters)

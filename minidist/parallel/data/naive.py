@@ -1,6 +1,6 @@
-"""The plainest gradient reducer: one all-reduce per parameter after backward, for parameters of one dtype without ZeRO.
+"""The simplest gradient reducer: one all-reduce per parameter after backward, for parameters of one dtype without ZeRO.
 
-It is the yardstick for `BucketedReducer`, and the reducers of central and asynchronous servers inherit from it.
+It is the baseline for `BucketedReducer`, and the reducers of central and asynchronous servers inherit from it.
 """
 
 from collections.abc import Collection, Mapping
@@ -50,6 +50,7 @@ class NaiveReducer(GradientReducer):
             parameter.grad = self._sums[name] if used.item() else None
 
     def clear_gradients(self) -> None:
+        """Drop the gradients of this step: set every `.grad` to None and the sums to zero."""
         super().clear_gradients()
         for total in self._sums.values():
             total.zero_()

@@ -61,7 +61,7 @@ class GradientReducer(ABC):
         """Declare that all gradients of parameter `name` have been accumulated, so that its reduction may start."""
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """Collective, when the backward of a micro-batch is over: in ZeRO-2 and ZeRO-3, reduce its gradients.
+        """Called when the backward of a micro-batch is over. A no-op here; a collective in ZeRO-2 and ZeRO-3.
 
         chunk: the index, among this rank's model chunks, of the one whose backward is over; None: of all its chunks.
         """
@@ -83,7 +83,10 @@ class GradientReducer(ABC):
         return []
 
     def exclude_unused(self, use_counts: Sequence[float]) -> None:
-        """In ZeRO, exclude from the update the parameters whose use count (sum of all ranks' `used_flags`) is 0."""
+        """Exclude the parameters that no rank used from the update, in ZeRO; a no-op here.
+
+        use_counts: the sum of all ranks' `used_flags`.
+        """
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""

@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds the whole model, sees its part of the batch, and takes the same step.
 
 The replicas are equal at the start because one of them is broadcast, and stay equal because the same gradient goes into
-the same update on each. What the network carries is the gradient, never the parameters.
+the same update on each. Only gradients are sent between the ranks, never parameters.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: for each stage its actions, in execution order.
 
-The model is split into `num_stages * num_chunks` parts; a part's position is its number, counted from the input. A
-stage (one rank of the mesh's pp axis) holds `num_chunks` parts, given by `placement`:
+The model is split into `num_stages * num_chunks` parts (model chunks or virtual stages in Megatron-LM); a part's
+position is its number, counted from the input. A stage (one rank of the mesh's pp axis) holds `num_chunks` parts, its
+chunks 0, 1, ... The `placement` says which parts these are:
 
     loop   chunk c of stage s is part c * num_stages + s (Narayanan et al. 2021, section 2.2: interleaved)
     v      chunk 0 goes down the stages and chunk 1 back up, so stage 0 holds the first and the last part
@@ -102,7 +103,7 @@ class Schedule:
         return [*own, StageAction(neighbour[0], Action(action.kind, action.micro_batch, neighbour[1]))]
 
     def consumer(self, stage: int, action: Action) -> StageAction | None:
-        """Return the action that needs the result of `action` of `stage`, on a neighbouring part, with its stage.
+        """Return the action, with its stage, that needs the result of `action` of `stage` on a neighbouring part.
 
         F feeds F of the next part, B feeds B of the previous part. None at the model's ends, and for W.
         """
@@ -112,16 +113,16 @@ class Schedule:
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
-        """(stage, chunk) to the (stage, chunk) of the previous and the next part; None at the model's ends."""
+        """For each (stage, chunk), the (stage, chunk) of the previous and the next part; None at the model's ends."""
         owners = [None, *(self.owner(position) for position in range(self.num_parts)), None]
         return {owners[i]: [owners[i - 1], owners[i + 1]] for i in range(1, len(owners) - 1)}
 
 
 def find_order_and_deadlocks(schedule: Schedule) -> tuple[list[StageAction], Mapping[int, StageAction]]:
-    """Return all runnable actions in a topological order, and {stage: missing action} for the stages that deadlock.
+    """Return all runnable actions in an order in which they can run, and {stage: missing action} for deadlocked stages.
 
     Each stage runs its actions in order, as soon as their inputs exist. The second result has an entry for each stage
-    that cannot finish: the action that it waits for. It is empty without a deadlock.
+    that cannot finish: the action whose result it waits for. It is empty without a deadlock.
     """
     done: dict[StageAction, None] = {}
     at = [0] * schedule.num_stages

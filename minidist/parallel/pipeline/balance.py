@@ -12,7 +12,7 @@ from minidist.errors import UserError
 def balance_layers(
     costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
 ) -> list[range]:
-    """Split the layers into `stages * chunks` consecutive non-empty parts, minimising the cost of the costliest part.
+    """Split the layers into `stages * chunks` consecutive, non-empty parts so that the costliest part costs least.
 
     costs: the cost of each layer, in any unit. embedding, head: additional cost of the first and the last part.
     Returns the layers of each part, from the input on (`Schedule.owner` gives the stage of each). Ties are broken by

@@ -25,7 +25,7 @@ def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | Non
     return Schedule(
         kind=kind,
         micro_batches=micro_batches,
-        orders=tuple(tuple(_order(kind, stage, stages, micro_batches, chunks)) for stage in range(stages)),
+        orders=tuple(tuple(_stage_order(kind, stage, stages, micro_batches, chunks)) for stage in range(stages)),
         num_chunks=chunks,
         placement="v" if kind == "zb-v" else "loop",
     )
@@ -42,7 +42,8 @@ def pipeline_schedule(config: Config, mesh: Mesh) -> Schedule | None:
     return build_schedule(config.parallel.schedule, mesh.pp, config.train.micro_batches, config.parallel.chunks)
 
 
-def _order(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+def _stage_order(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """Return the actions of one stage, in order. Arguments as in `build_schedule`, validated; stage: its index."""
     match kind:
         case "gpipe":
             return gpipe(stage, stages, micro_batches)

@@ -34,8 +34,8 @@ def keep_stage_modules(
 
     model: a full Transformer. parts: the layers of each part of the model, from the input on. Returns, by the
     parameter's name in the full model, the indices of this stage's chunks that use it. If the head's weight is tied to
-    an embedding on another stage, this stage keeps a replica of the embedding's weight, under its name; the caller must
-    see to it that the gradients of both replicas are summed.
+    an embedding on another stage, this stage keeps a replica of the embedding's weight, under the embedding's name; the
+    caller must sum the gradients of both replicas.
     """
     tied = model.config.tie_embeddings
     end = schedule.num_parts - 1
@@ -48,8 +48,8 @@ def keep_stage_modules(
     if 0 not in chunks and not (end in chunks and tied):
         model.model.embed_tokens = ModuleOnOtherStage("the embedding")
     if end not in chunks:
-        _leave_out(model, keep=("model",))
-        _leave_out(model.model, keep=("embed_tokens", "layers"))
+        _remove_modules(model, keep=("model",))
+        _remove_modules(model.model, keep=("embed_tokens", "layers"))
     model.tie_weights()
     used_by = {}
     for name in named_parameters(model):
@@ -61,7 +61,7 @@ def keep_stage_modules(
     return used_by
 
 
-def _leave_out(module: nn.Module, keep: Sequence[str]) -> None:
+def _remove_modules(module: nn.Module, keep: Sequence[str]) -> None:
     """Remove the module's own parameters, buffers and children, except the children in `keep`."""
     for name in list(dict(module.named_parameters(recurse=False))) + list(dict(module.named_buffers(recurse=False))):
         setattr(module, name, None)

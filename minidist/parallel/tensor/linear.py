@@ -16,7 +16,7 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer whose output features are sharded over the ranks: (b, s, in) -> (b, s, out / ranks).
 
     weight: (out / ranks, in), this rank's shard. enter: the operator applied to the input, the first of
-    `region_operators`. None if several layers read the same input and their module applies the operator once for all.
+    `region_operators`. None if the surrounding module applies it once for all layers that read the same input.
     """
 
     def __init__(self, weight: Tensor, enter: Operator | None = None):

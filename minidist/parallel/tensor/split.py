@@ -51,50 +51,52 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
     if size == 1:
         return held
     enter, leave = region_operators(group, sequence_parallel)
-    cutter = _Cutter(group, held)
+    sharder = _WeightSharder(group, held)
     for index, layer in enumerate(model.model.layers):
         if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
             continue  # another stage of the pipeline holds it
         for module in (layer.self_attn, layer.mlp):
-            _enter_once(module, enter)
-        _attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
-        _feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
-    first, _ = cutter.range(config.vocab_size)
+            _register_enter_hook(module, enter)
+        _shard_attention(layer.self_attn, leave, config, sharder, f"model.layers.{index}.self_attn")
+        _shard_feed_forward(layer.mlp, leave, sharder, f"model.layers.{index}.mlp")
+    first, _ = sharder.shard_range(config.vocab_size)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     rows = None
     if embedding in held:
-        rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
+        rows = sharder.shard(embedding, model.model.embed_tokens.weight, 0)
         model.model.embed_tokens = VocabParallelEmbedding(rows, first, leave)
     if model.model.norm.weight is not None:  # the end of the model is here
-        # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
-        model.lm_head = ColumnParallelLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+        # A tied head has no name of its own in `held`: `tie_weights` gives it the embedding's parameter.
+        model.lm_head = ColumnParallelLinear(
+            sharder.shard(head, model.lm_head.weight, 0) if head in held else rows, enter
+        )
         model.loss = VocabParallelLoss(first, group)
     model.tie_weights()
     if sequence_parallel:
         for name in [name for name in held if name.endswith("norm.weight")]:
             held[name] = replace(held[name], partial=True)
-        model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
+        model.model.register_forward_pre_hook(_make_positions_hook(group), with_kwargs=True)
     return held
 
 
-class _Cutter:
-    """Shards parameters for one rank and records the shards."""
+class _WeightSharder:
+    """Takes this rank's shards of weights and records them in `held`, by parameter name."""
 
     def __init__(self, group: Group, held: dict[str, ParamShard]):
         self.group = group
         self._held = held
 
-    def range(self, whole: int) -> tuple[int, int]:
-        """The (start, stop) of this rank's equal shard of `whole` features."""
+    def shard_range(self, whole: int) -> tuple[int, int]:
+        """Return the (start, stop) of this rank's shard if `whole` features are sharded equally."""
         each = whole // self.group.size
         return self.group.rank * each, (self.group.rank + 1) * each
 
-    def cut(self, name: str, weight: Tensor, dim: int, at: tuple[int, int] | None = None, holders=None) -> Tensor:
+    def shard(self, name: str, weight: Tensor, dim: int, at: tuple[int, int] | None = None, holders=None) -> Tensor:
         """Return a copy of this rank's rows (dim 0) or columns (dim 1), so that the full weight can be freed.
 
         at: (start, stop), an equal shard by default; holders: ranks with the same shard, this rank alone by default.
         """
-        begin, end = at or self.range(weight.shape[dim])
+        begin, end = at or self.shard_range(weight.shape[dim])
         start, stop = [0] * weight.ndim, list(weight.shape)
         start[dim], stop[dim] = begin, end
         holders = holders or (self.group.rank,)
@@ -103,11 +105,14 @@ class _Cutter:
             return weight.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
 
 
-def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, name: str) -> None:
-    """Give each rank whole heads: consecutive query heads, and the key and value heads that they attend to."""
-    group = cutter.group
+def _shard_attention(attention: nn.Module, leave: Operator, config, sharder: _WeightSharder, name: str) -> None:
+    """Shard attention by heads: consecutive query heads, with the key and value heads that they attend to.
+
+    leave: the operator that sums the ranks' outputs. name: the module's name in the full model.
+    """
+    group = sharder.group
     width = config.head_dim
-    attention.q_proj = ColumnParallelLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
+    attention.q_proj = ColumnParallelLinear(sharder.shard(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
     # With fewer key heads than ranks, several ranks hold the same head, each for its own query heads.
     each = max(1, config.num_kv_heads // group.size)
     head = group.rank * config.num_kv_heads // group.size
@@ -115,24 +120,28 @@ def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, n
     for which in ("k_proj", "v_proj"):
         weight = getattr(attention, which).weight
         at = (head * width, (head + each) * width)
-        rows = cutter.cut(f"{name}.{which}.weight", weight, 0, at, holders)
+        rows = sharder.shard(f"{name}.{which}.weight", weight, 0, at, holders)
         setattr(attention, which, ColumnParallelLinear(rows))
-    attention.o_proj = RowParallelLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
+    attention.o_proj = RowParallelLinear(sharder.shard(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
 
 
-def _feed_forward(layer: nn.Module, leave: Operator, cutter: _Cutter, name: str) -> None:
+def _shard_feed_forward(layer: nn.Module, leave: Operator, sharder: _WeightSharder, name: str) -> None:
+    """Shard the feed-forward layer by its inner features.
+
+    leave: the operator that sums the ranks' outputs. name: the module's name in the full model.
+    """
     for which in ("gate_proj", "up_proj"):
-        rows = cutter.cut(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
+        rows = sharder.shard(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
         setattr(layer, which, ColumnParallelLinear(rows))
-    layer.down_proj = RowParallelLinear(cutter.cut(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
+    layer.down_proj = RowParallelLinear(sharder.shard(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
 
 
-def _enter_once(module: nn.Module, enter: Operator) -> None:
+def _register_enter_hook(module: nn.Module, enter: Operator) -> None:
     """Apply `enter` once for all the projections that read the module's first argument."""
     module.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
 
 
-def _own_positions(group: Group):
+def _make_positions_hook(group: Group):
     """Return a hook that narrows the dropout address to this rank's positions of the sequence."""
 
     def narrow(_, args, kwargs):

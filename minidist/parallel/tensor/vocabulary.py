@@ -32,6 +32,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The sum of the token losses, from logits (tokens, n) sharded over the vocabulary, with its own backward.
+
+    labels: (tokens,). first: first token id of this rank's shard. key: the `Group.key` of the ranks.
+    """
+
     @staticmethod
     def forward(ctx, logits, labels, first, key):
         counts = labels != IGNORE_INDEX

@@ -1,9 +1,10 @@
 """Assign gradients to buckets: the solution, as it stands in minidist.simple.data_parallel.
 
-Every message has a fixed cost, about a millisecond on a slow network, so many small gradients should share one
-message. But a bucket can be launched only when its last gradient is ready: a single bucket for everything starts when
-backward is over, when no computation is left to overlap with. Hence the limit. The buckets keep the order of the
-names, which is the order in which backward finishes the parameters.
+Every all-reduce has a fixed cost, some microseconds per round on a fast network and about a millisecond between
+processes over gloo, so many small gradients should share one. But a bucket can be launched only when its last
+gradient is ready: a single bucket for everything starts when backward is over, when no computation is left to overlap
+with. Hence the limit. The buckets keep the order of the names, which is the order in which backward finishes the
+parameters.
 
 Usual wrong answers:
 * ends a bucket after it has exceeded the limit

@@ -5,8 +5,9 @@ A rank has the full gradient of a parameter shard if all tokens pass through tha
 tokens only: a full parameter does not imply a full gradient.
 
 The loss falls on every rank, because each rank trains a norm that fits its own tokens. The layer then computes a
-mixture of different models, which no single checkpoint can represent. Megatron-LM #1446 and GPT-NeoX #1257 report
-this fault. In this package the field `partial` in a parameter's description prevents it.
+mixture of different models, which no single checkpoint can represent. Megatron-LM #1446 reports this fault of the
+last norm, and early commits of GPT-NeoX's pull request #1257 had it. In this package the field `partial` in a
+parameter's description prevents it.
 
 Usual wrong answers:
 * averages the replicas after each step, which each rank took with a different gradient

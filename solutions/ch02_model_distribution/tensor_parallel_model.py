@@ -7,8 +7,8 @@ gradients everywhere below the head.
 
 The weight of a norm is replicated. In plain tensor parallelism every rank applies it to all tokens and has its whole
 gradient; with sequence parallelism each applies it to its own tokens, and the gradient is a partial sum. Without a
-sum over the ranks the replicas of the norms diverge while the loss falls; Megatron-LM and GPT-NeoX both shipped this
-bug.
+sum over the ranks the replicas of the norms diverge while the loss falls. Colossal-AI and InternLM had this fault and
+fixed it (pull requests #4915 and #443).
 
 Usual wrong answers:
 * ties embedding and head of every model

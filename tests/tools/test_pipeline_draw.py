@@ -104,6 +104,7 @@ def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
         colors = [to_hex(color) for color in bars.get_facecolors()]
         assert colors == [COLORS[span.action.kind][min(span.action.chunk, 1)] for span in spans]
     assert f"bubble {made.bubble:.4f}" in axes.get_title()
+    assert ("chunks in flight" in axes.get_title()) == (made.schedule.num_chunks > 1)
     low, high = axes.get_ylim()
     assert low > high  # stage 0 on top
 

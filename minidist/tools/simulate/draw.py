@@ -93,7 +93,7 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
     """Draw the timeline as a matplotlib figure: a row of bars per stage, with micro-batch numbers where they fit.
 
     Save it with `.savefig(path)`; a notebook shows it. title: if None, the schedule's kind, size, bubble and peak
-    number of micro-batches in flight.
+    number of micro-batches in flight; with several model chunks, of (micro-batch, chunk) pairs in flight.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -142,8 +142,8 @@ def _format_title(timeline: PipelineTimeline) -> str:
     micro_batches = format_count(schedule.micro_batches, "micro-batch", "micro-batches")
     size = f"{format_count(schedule.num_stages, 'stage')}, {micro_batches}"
     chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
-    peak = max(timeline.peak_live_micro_batches)
-    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {peak} in flight"
+    peak = f"peak {max(timeline.peak_live_micro_batches)}" + (" chunks" if schedule.num_chunks > 1 else "")
+    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, {peak} in flight"
 
 
 def _format_legend_label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:

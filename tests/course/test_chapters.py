@@ -91,6 +91,15 @@ def test_every_exercise_is_opened_once_in_its_chapter(chapter):
 
 
 @each_chapter
+def test_every_exercise_has_a_cell_that_grades_it_beside_it(chapter):
+    for notebook in notebooks(chapter):
+        sources = [cell.source for cell in notebook.cells]
+        for source, following in zip(sources, [*sources[1:], ""], strict=True):
+            if source.startswith("%exercise "):
+                assert following == source.replace("%exercise", "%check"), source
+
+
+@each_chapter
 def test_every_prediction_is_asked_before_its_measurement(chapter):
     asked, answered = [], []
     for cell in code_cells(chapter):

@@ -1,12 +1,17 @@
-"""The display of an exercise in a notebook: its task, its points, the learner's file."""
+"""The displays of an exercise and of a verdict in a notebook."""
 
 import ast
+import html
 import os
 from pathlib import Path
 
+from exercises import report
 from exercises.attempt import hints_left
 from exercises.catalogue import Catalogue, Exercise
+from exercises.check import Verdict
 from exercises.work import Work
+
+_GREEN, _RED = "#1a7f37", "#cf222e"  # readable on a light and on a dark background
 
 
 class ExerciseDisplay:
@@ -63,6 +68,31 @@ class ExerciseDisplay:
         if self._work is None:
             return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
         return os.path.relpath(self._work.file(self._exercise), Path.cwd())
+
+
+class VerdictDisplay:
+    """The display of a verdict in a notebook: laid out and coloured, or the report of the shell as text."""
+
+    def __init__(self, verdict: Verdict, hints_left: int):
+        self._verdict, self._hints_left = verdict, hints_left
+
+    def __repr__(self) -> str:
+        return report.format_verdict(self._verdict, self._hints_left, in_notebook=True)
+
+    def _repr_html_(self) -> str:
+        verdict = self._verdict
+        color = _GREEN if verdict.passed else _RED
+        lines = [f'<div style="border-left: 6px solid {color}; padding-left: 12px">']
+        lines += [f'<b style="color: {color}">{html.escape(report.format_title(verdict))}</b>']
+        for result in verdict.results:
+            mark, color = ("&#10007;", _RED) if result.finding else ("&#10003;", _GREEN)
+            text = f"{html.escape(result.id)}: {html.escape(result.description)}"
+            lines += [f'<div><span style="color: {color}">{mark}</span> {text}</div>']
+        if verdict.reported:
+            finding = "\n".join([f"{verdict.reported.id}:", *report.format_finding(verdict.reported.finding)])
+            lines += [f'<pre style="margin: 8px 0">{html.escape(finding)}</pre>']
+        lines += [f"<div>{html.escape(line)}</div>" for line in report.next_steps(verdict, self._hints_left, True)]
+        return "\n".join([*lines, "</div>"])
 
 
 def update_stored_displays(catalogue: Catalogue) -> list[Path]:

@@ -18,14 +18,19 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.display import display
 
-from exercises.attempt import grade_attempt, reveal_hint
+from exercises.attempt import grade_attempt, hints_left, reveal_hint
 from exercises.catalogue import Catalogue, Exercise
-from exercises.exercise_display import ExerciseDisplay
+from exercises.exercise_display import ExerciseDisplay, VerdictDisplay
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from minidist.tools import progress
 from minidist.tools.notebook.frontend import is_interactive
 from minidist.tools.notebook.magics import RanksMagics
+
+_NO_FOLDER = (
+    "this notebook is not in your folder: python -m exercises start makes it, with a copy of the notebooks; "
+    "make lab opens it"
+)
 
 
 @magics_class
@@ -64,7 +69,11 @@ class ExerciseMagics(Magics):
         install = "--install" in line.split()
         if install and exercise.kind != "piece":
             raise UsageError(f"{exercise.name} is not a piece of the package, so there is nothing to install")
-        passed = self._grade(exercise, work := _learner_folder())
+        work = _learner_folder(needed=False)
+        if work is None:  # as in the notebooks of the repository, which run from top to bottom
+            print(f"{exercise.name}: not graded: {_NO_FOLDER}")
+            return
+        passed = self._grade(exercise, work)
         if install and passed:
             text = work.file(exercise).read_text()
             for piece in (*exercise.also, exercise.piece):
@@ -84,9 +93,9 @@ class ExerciseMagics(Magics):
         return _as_usage_error(lambda: self._catalogue[words[0]])
 
     def _grade(self, exercise: Exercise, work: Work) -> bool:
-        """Grade the learner's file and print the report; return whether it passed."""
-        verdict, text = _as_usage_error(lambda: grade_attempt(exercise, work, self._ranks.server))
-        print(text)
+        """Grade the learner's file and show the verdict; return whether it passed."""
+        verdict = _as_usage_error(lambda: grade_attempt(exercise, work, self._ranks.server)).verdict
+        display(VerdictDisplay(verdict, hints_left(exercise, work)))
         return verdict.passed
 
     def _add_answer_cell(self, exercise: Exercise, work: Work) -> None:
@@ -111,10 +120,7 @@ def _learner_folder(needed: bool = True) -> Work | None:
     """Return the learner's folder that contains this notebook; None if there is none and it is not `needed`."""
     file = progress.find_progress_file(Path.cwd())
     if file is None and needed:
-        raise UsageError(
-            "this notebook is not in your folder: python -m exercises start makes it, with a copy of the notebooks; "
-            "make lab opens it"
-        )
+        raise UsageError(_NO_FOLDER)
     return Work(file.parent) if file else None
 
 

@@ -24,23 +24,43 @@ def format_finding(finding: Finding, max_lines: int = MAX_LINES) -> list[str]:
     return (what if len(what) <= room else [*what[: room - 1], "..."]) + lines
 
 
-def format_verdict(verdict: Verdict, hints_left: int = 0) -> str:
-    """Return the report for the shell: passed and failed tests, and one failure in full."""
-    name, of = verdict.exercise.name, verdict.exercise.points
+def format_verdict(verdict: Verdict, hints_left: int = 0, in_notebook: bool = False) -> str:
+    """Return the report: passed and failed tests, one failure in full, what to do next.
+
+    in_notebook: name the notebook's magics, and not the commands of the shell.
+    """
+    title = format_title(verdict)
     if verdict.passed:
-        return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own code"
+        return "\n".join([title, *next_steps(verdict, hints_left, in_notebook)])
     failed, reported = [result for result in verdict.results if result.finding], verdict.reported
     passed = [result.id for result in verdict.results if not result.finding]
-    lines = [f"{name}: {verdict.points} of {of} points"]
+    lines = [title]
     lines += [f"passed: {', '.join(passed)}"] if passed else []
     lines += [f"failed: {', '.join(result.id for result in failed)}"]
     lines += ["", f"{reported.id}: {reported.description}"]
-    after = []
-    if _is_stub_outdated(verdict):
-        after += [f"Your file started from an older stub: python -m exercises reset {name} backs it up and renews it."]
-    if hints_left:
-        after += [f"Next hint: python -m exercises hint {name} ({hints_left} left)"]
+    after = next_steps(verdict, hints_left, in_notebook)
     return "\n".join([*lines, *format_finding(reported.finding, MAX_LINES - len(lines) - len(after)), *after])
+
+
+def format_title(verdict: Verdict) -> str:
+    """Return the first line of the report: the exercise, whether it is passed, the points."""
+    name, of = verdict.exercise.name, verdict.exercise.points
+    return f"{name}: passed, {of} of {of} points" if verdict.passed else f"{name}: {verdict.points} of {of} points"
+
+
+def next_steps(verdict: Verdict, hints_left: int = 0, in_notebook: bool = False) -> list[str]:
+    """Return what the learner may do after this verdict, a line each."""
+    name = verdict.exercise.name
+    shell = "!python -m exercises" if in_notebook else "python -m exercises"
+    if verdict.passed:
+        return [f"{shell} solution {name} shows the package's own code"]
+    lines = []
+    if _is_stub_outdated(verdict):
+        lines += [f"Your file started from an older stub: {shell} reset {name} backs it up and renews it."]
+    if hints_left:
+        hint = f"%hint {name}" if in_notebook else f"{shell} hint {name}"
+        lines += [f"Next hint: {hint} ({hints_left} left)"]
+    return lines
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

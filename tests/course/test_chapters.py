@@ -16,6 +16,7 @@ from matplotlib.image import imread
 from exercises.catalogue import ROOT
 from minidist.errors import UserError
 from minidist.tools.notebook import weave
+from minidist.tools.notebook.predict import HOW
 from tests.helpers.chapters import CHAPTERS, each_chapter, exercises_of
 
 MIN_PREDICTIONS = 4
@@ -90,6 +91,15 @@ def test_every_exercise_is_opened_once_in_its_chapter(chapter):
 
 
 @each_chapter
+def test_every_exercise_has_a_cell_that_grades_it_beside_it(chapter):
+    for notebook in notebooks(chapter):
+        sources = [cell.source for cell in notebook.cells]
+        for source, following in zip(sources, [*sources[1:], ""], strict=True):
+            if source.startswith("%exercise "):
+                assert following == source.replace("%exercise", "%check"), source
+
+
+@each_chapter
 def test_every_prediction_is_asked_before_its_measurement(chapter):
     asked, answered = [], []
     for cell in code_cells(chapter):
@@ -101,11 +111,11 @@ def test_every_prediction_is_asked_before_its_measurement(chapter):
 
 
 @each_chapter
-def test_every_measured_value_of_a_prediction_is_shown(chapter):
+def test_the_value_of_every_prediction_is_shown_with_how_it_was_had(chapter):
     for cell in code_cells(chapter):
         if re.search(r"^score_prediction\(", cell.source, re.MULTILINE):
             shown = [output.get("data", {}).get("text/plain", "") for output in cell.outputs]
-            assert any("\nmeasured: " in text for text in shown), cell.source
+            assert any(f"\n{how}: " in text for text in shown for how in HOW), cell.source
 
 
 def test_names_of_predictions_are_unique_among_all_chapters():

@@ -86,12 +86,34 @@ def in_the_shell(work, capsys, *words) -> str:
     return capsys.readouterr().out
 
 
+def in_notebook_words(report: str) -> str:
+    """A report of the shell, with the notebook's magics in place of the shell's commands."""
+    report = report.replace("python -m exercises hint", "%hint")
+    return report.replace("python -m exercises", "!python -m exercises")
+
+
+def test_a_verdict_is_coloured_and_laid_out_and_its_text_is_escaped(server, tmp_path):
+    from exercises.check import check
+    from exercises.exercise_display import VerdictDisplay
+
+    file = tmp_path / "answer.py"
+    for answer, color, title in ((RIGHT, "#1a7f37", "passed, 10 of 10 points"), (WRONG, "#cf222e", "of 10 points")):
+        file.write_text(answer)
+        verdict = check(BLOCK, file, server)
+        html = VerdictDisplay(verdict, 2)._repr_html_()
+        assert html.startswith(f'<div style="border-left: 6px solid {color}') and title in html
+        assert html.count("<div>") - html.count("Next hint") >= len(verdict.results)
+        assert ("%hint block_partition (2 left)" in html) == (answer == WRONG)
+    file.write_text(RIGHT + "raise ValueError('<b>')\n")
+    assert "&lt;b&gt;" in VerdictDisplay(check(BLOCK, file, server), 0)._repr_html_()
+
+
 @pytest.mark.parametrize("answer", [STUB, WRONG, RIGHT], ids=["stub", "wrong", "right"])
 def test_check_shows_the_report_of_the_shell_and_records_it(cell, work, capsys, answer):
     work.file(BLOCK).write_text(answer)
     output = cell("%check block_partition")
     entry = work.entry(BLOCK)
-    assert output == in_the_shell(work, capsys, "check", "block_partition")
+    assert output == in_notebook_words(in_the_shell(work, capsys, "check", "block_partition"))
     assert entry["attempts"] == 1 and entry["passed"] == (answer == RIGHT)
     assert work.entry(BLOCK) == {**entry, "attempts": 2}
 
@@ -101,7 +123,7 @@ def test_an_answer_in_a_cell_is_written_to_the_learners_file(cell, work, capsys)
     line = 2 + WRONG.count("\n")
     assert f"  line      {line}: raise ValueError('here')" in output
     assert work.file(BLOCK).read_text() == f"\n{WRONG}raise ValueError('here')\n"
-    assert output == in_the_shell(work, capsys, "check", "block_partition")
+    assert output == in_notebook_words(in_the_shell(work, capsys, "check", "block_partition"))
     assert cell(f"%%exercise block_partition\n{RIGHT}").startswith("block_partition: passed, 10 of 10 points\n")
     assert work.entry(BLOCK)["passed"] and [file.name for file in backups(work)] == []
 

@@ -30,7 +30,7 @@ def test_no_answer_is_no_score_and_stops_nothing(file):
     assert "no answer yet" in repr(prediction)
     prediction = score_prediction("q", 12, file=file)
     assert prediction.score is None and prediction.answer is None
-    assert "measured: 12" in repr(prediction) and "you made no prediction before the measurement" in repr(prediction)
+    assert "observed: 12" in repr(prediction) and "you made no prediction before the measurement" in repr(prediction)
 
 
 def test_an_answer_may_change_until_the_measurement(file):
@@ -62,7 +62,7 @@ def test_it_never_returns_is_an_answer(file, kind):
     assert asked(file, "It never  returns", result).score == 1
     other = file.with_name("other.json")
     assert asked(other, 3, result).score == 0
-    assert f"measured: {NEVER}" in repr(score_prediction("q", result, file=other))
+    assert f"observed: {NEVER}" in repr(score_prediction("q", result, file=other))
     assert asked(file.with_name("third.json"), NEVER, 3).score == 0
 
 
@@ -70,6 +70,12 @@ def test_a_cell_that_returned_has_no_value_of_its_own(file):
     predict("q", "?", 1, file=file)
     with pytest.raises(UserError, match="did return"):
         score_prediction("q", CellResult("done", [""], [""]), file=file)
+
+
+def test_a_value_is_shown_with_how_it_was_had(file):
+    assert "modelled: 12 bytes" in repr(asked(file, 12, 12, how="modelled"))
+    with pytest.raises(UserError, match="observed, counted, modelled, simulated, computed"):
+        score_prediction("q", 12, how="measured", file=file)
 
 
 def test_a_measurement_without_its_question_is_refused(file):

@@ -2,7 +2,10 @@
 
     predict("ring-bytes", "How many bytes does rank 0 send?", answer=None, unit="bytes")
     ...                                                           # a cell that measures
-    score_prediction("ring-bytes", ranks.last)                            # or a number from the meter
+    score_prediction("ring-bytes", sent[0], how="counted")        # or ranks.last, of a cell that never returned
+
+The value is labelled by how it was had: observed in a run, counted by the meter, modelled by a formula (the meter's
+bytes of library collectives, too), simulated, or computed from the question's own numbers.
 
 Neither a missing nor a wrong answer stops the notebook or raises. Only an answer given before the measurement is
 scored, also in a later session. Scores are stored in the learner's folder; without one they last as long as the
@@ -23,6 +26,7 @@ from minidist.tools import progress
 from minidist.tools.notebook.result import CellResult
 
 NEVER = "it never returns"
+HOW = ("observed", "counted", "modelled", "simulated", "computed")
 _NEVER = (NEVER, "never returns", "never", "it never does")
 _NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 _UNSAVED: dict[str, Any] = {}  # in a notebook outside any learner's folder
@@ -33,8 +37,9 @@ class Prediction:
     """A question to the learner about a measurement, with the answer, the measured value and the score.
 
     id: the name in `predict` and `score_prediction`. unit: of answer and value. answer: the answer given before the
-    measurement, None if there was none. value: the measured value, None before the measurement. score: 1 if right, 0 if
-    wrong, None if not scored. late_answer: an answer given or changed after the measurement, which is not scored.
+    measurement, None if there was none. value: the right value, None before the measurement. score: 1 if right, 0 if
+    wrong, None if not scored. late_answer: an answer given or changed after the measurement, which is not scored. how:
+    how the value was had, one of `HOW`.
     """
 
     id: str
@@ -44,6 +49,7 @@ class Prediction:
     value: Any = None
     score: int | None = None
     late_answer: Any = None
+    how: str = "observed"
 
     def __repr__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
@@ -51,7 +57,7 @@ class Prediction:
         answer = answer or f"you expect {self.answer}{unit}"
         if self.value is None:
             return f"{self.question}\n{answer}"
-        lines = [f"{self.question}", f"measured: {self.value}{unit}"]
+        lines = [f"{self.question}", f"{self.how}: {self.value}{unit}"]
         if self.answer is not None:
             lines.append(f"you expected {self.answer}{unit}: {'right' if self.score else 'wrong'}")
         elif self.late_answer is None:
@@ -84,14 +90,22 @@ def predict(
 
 
 def score_prediction(
-    id: str, value: Any, *, tolerance: float = 0.0, file: str | os.PathLike | None = None
+    id: str,
+    value: Any,
+    *,
+    how: str = "observed",
+    tolerance: float = 0.0,
+    file: str | os.PathLike | None = None,
 ) -> Prediction:
-    """Record a measured value, compare the answer given before the measurement with it, and store the score.
+    """Record a value, compare the answer given before the measurement with it, and store the score.
 
-    id: as given to `predict`. value: a number, list or text, or the CellResult of a cell that never returned.
-    tolerance: relative tolerance for numbers; 0 for exact equality. file: where scores are stored; progress.json of the
-    current learner's folder if None. Raises UserError when the question was never asked.
+    id: as given to `predict`. value: a number, list or text, or the CellResult of a cell that never returned. how: one
+    of `HOW`, the label with which the value is shown. tolerance: relative tolerance for numbers; 0 for exact equality.
+    file: where scores are stored; progress.json of the current learner's folder if None. Raises UserError when the
+    question was never asked.
     """
+    if how not in HOW:
+        raise UserError(f"how={how!r} says not how the value was had; possible are {', '.join(HOW)}")
     if isinstance(value, CellResult):
         if value.kind not in ("deadlock", "quiet"):
             raise UserError(
@@ -103,6 +117,7 @@ def score_prediction(
         if prediction is None:
             raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
         prediction.value = _to_json_types(value)
+        prediction.how = how
         if prediction.answer is not None:
             prediction.score = int(_answer_matches(prediction.answer, prediction.value, tolerance))
         predictions[id] = _to_entry(prediction)

@@ -186,7 +186,7 @@ def test_cuda_kernels_accept_the_shapes_of_a_block(kernel):
     """Shapes and signatures only, on meta tensors: these kernels need a GPU to run."""
     dtype = torch.bfloat16 if kernel == "_flash" else torch.float32
     query, key, value = (torch.empty(2, 4, s, 5, dtype=dtype, device="meta") for s in (6, 3, 3))
-    out, lse = getattr(kernels, kernel)(query, key, value, False)
+    out, lse = getattr(kernels, f"{kernel}_forward")(query, key, value, False)
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, (2, 4, 6), torch.float32)
     gradients = getattr(kernels, f"{kernel}_backward")(out, query, key, value, out, lse, False)
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]

@@ -231,7 +231,7 @@ class GradientAndBufferSizes:
         """Return the bytes of the temporary tensors of averaging replicas by local SGD or DiLoCo; else 0.
 
         They are a copy of the masters in the largest fragment, and under DiLoCo the outer gradient. Quantization takes
-        about three more, and a byte per element for the message.
+        about three more, a copy of its errors (kept until all communication is done), and a byte per element to send.
         """
         how, fragments = self.layout.config.consistency, Counter[int]()
         for parameter in self._parameters.values():
@@ -241,7 +241,7 @@ class GradientAndBufferSizes:
         element_bytes = states.master_bytes_when_merged(self.policy)
         tensor_bytes = {"local": 1, "diloco": 2}.get(how.mode, 0) * element_bytes
         if how.mode == "diloco" and how.exchange == "int8":
-            tensor_bytes += 3 * element_bytes + 1
+            tensor_bytes += 4 * element_bytes + 1
         return math.ceil(largest * tensor_bytes)
 
     def optimizer_temporary_bytes(self) -> int:

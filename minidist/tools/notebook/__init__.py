@@ -5,8 +5,8 @@ Ranks keep their variables between cells, `%%piece` replaces a function or class
 
 Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
-side); `predict`; `pictures`, `charts`, `curves` and `phases` (plots); `frontend` and `course_path` (the notebook's
-surroundings); `weave` (keeps notebooks equal to the package).
+side); `predict`; `diagrams` (of ideas), `pictures`, `charts`, `curves` and `phases` (of what was measured); `frontend`
+and `course_path` (the notebook's surroundings); `weave` (keeps notebooks equal to the package).
 """
 
 from minidist.tools.notebook.charts import (
@@ -18,6 +18,7 @@ from minidist.tools.notebook.charts import (
 )
 from minidist.tools.notebook.course_path import add_course_to_path
 from minidist.tools.notebook.curves import compare_curves, plot_winners
+from minidist.tools.notebook.diagrams import Cell, Transfer, contributions, plot_cells, plot_transfers
 from minidist.tools.notebook.phases import plot_outcomes, plot_phases, plot_resharding
 from minidist.tools.notebook.pictures import plot_timeline, plot_traffic
 from minidist.tools.notebook.predict import NEVER, Prediction, predict, score_prediction
@@ -26,12 +27,16 @@ from minidist.tools.notebook.session import LiveRanks
 
 __all__ = [
     "NEVER",
+    "Cell",
     "CellResult",
     "LiveRanks",
     "Prediction",
+    "Transfer",
     "compare_curves",
     "compare_memory",
+    "contributions",
     "memory_by_category",
+    "plot_cells",
     "plot_loss_differences",
     "plot_losses",
     "plot_memory",
@@ -40,6 +45,7 @@ __all__ = [
     "plot_resharding",
     "plot_timeline",
     "plot_traffic",
+    "plot_transfers",
     "plot_winners",
     "predict",
     "score_prediction",

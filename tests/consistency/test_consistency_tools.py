@@ -11,7 +11,7 @@ from minidist.mesh import Mesh
 from minidist.simple.consistency import Server, asynchronous_worker, local_round
 from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING, Durations, run_on_virtual_clock
 from minidist.tools.consistency.drift import local_fixed_point, rms_distance_from_mean
-from minidist.tools.consistency.pictures import plot_replica_paths, plot_staleness
+from minidist.tools.consistency.pictures import plot_outer_step, plot_replica_paths, plot_staleness
 from minidist.tools.consistency.rounds import simulate_rounds
 from minidist.tools.consistency.sharded import sharded_step
 from minidist.tools.simulate.failures import Phase
@@ -117,3 +117,17 @@ def test_paths_of_replicas_start_at_one_point():
     rounds[1][0][0] = (9.0, 9.0)
     with pytest.raises(UserError, match="do not start at one point"):
         plot_replica_paths(rounds, lambda x, y: x, {}, draw=False)
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_the_arrows_of_an_outer_step_are_the_gradient_and_the_velocity(draw):
+    paths = [[(0.0, 0.0), (1.0, 0.0), (2.0, 0.0)], [(0.0, 0.0), (0.0, 2.0)]]
+    points = plot_outer_step(paths, velocity=(-4.0, 1.0), lr=0.5, momentum=0.5, draw=draw)
+    # The outer gradient is (-1, -1); the velocity becomes 0.5 * (-4, 1) + (-1, -1) = (-3, -0.5).
+    assert points["start"] == (0.0, 0.0) and points["average"] == (1.0, 1.0)
+    assert points["without momentum"] == (0.5, 0.5) and points["next start"] == (1.25, 0.625)
+
+
+def test_an_outer_step_needs_a_common_start():
+    with pytest.raises(UserError, match="2 replicas that do not start at one point"):
+        plot_outer_step([[(0.0, 0.0)], [(1.0, 0.0)]], (0.0, 0.0), 0.7, 0.9, draw=False)

@@ -1,4 +1,4 @@
-"""Plots of stale updates, and of the paths of replicas that drift.
+"""Plots of stale updates, of the paths of replicas that drift, and of an outer step.
 
 Each function draws unless `draw` is False, and returns its data; empty data is an error, as in the notebook's plots.
 """
@@ -46,6 +46,30 @@ def plot_replica_paths(
     return [points.pop() for points in starts]
 
 
+def plot_outer_step(
+    paths: Sequence[Sequence[Point]], velocity: Point, lr: float, momentum: float, draw: bool = True
+) -> dict[str, Point]:
+    """Plot one round of DiLoCo with two parameters: the replicas' inner steps, and the outer step as two arrows.
+
+    paths: by replica, the points from the common start of the round to the end of its inner steps. velocity: before the
+    round; the outer step multiplies it by `momentum` and adds the averaged difference of the round. lr, momentum: of
+    the outer step. Returns the points "start", "average" (of the ends), "without momentum" (where the outer gradient
+    alone leads) and "next start". Raises UserError when there is no path, or the paths do not have a common start.
+    """
+    if len({path[0] for path in paths}) != 1:
+        raise UserError(f"there is nothing to draw: {len(paths)} replicas that do not start at one point")
+    start = paths[0][0]
+    average = tuple(sum(path[-1][axis] for path in paths) / len(paths) for axis in (0, 1))
+    gradient = [start[axis] - average[axis] for axis in (0, 1)]
+    velocity = [momentum * velocity[axis] + gradient[axis] for axis in (0, 1)]
+    turn = tuple(start[axis] - lr * gradient[axis] for axis in (0, 1))
+    end = tuple(turn[axis] - lr * momentum * velocity[axis] for axis in (0, 1))
+    points = {"start": start, "average": average, "without momentum": turn, "next start": end}
+    if draw:
+        _draw_outer_step(paths, points)
+    return points
+
+
 def _draw_staleness(lines: list[tuple[int, int, int]]) -> None:
     from matplotlib import pyplot as plt
 
@@ -86,5 +110,29 @@ def _draw_paths(rounds: Sequence[Sequence[Sequence[Point]]], loss: Callable, mar
     for number, (label, point) in enumerate(marks.items()):
         axes.plot(*point, "*X^vP"[number % 5], color=f"C{3 + number}", markersize=10, label=label)
     axes.set(xlabel="first parameter", ylabel="second parameter")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+
+
+def _draw_outer_step(paths: Sequence[Sequence[Point]], points: Mapping[str, Point]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 3.6))
+    for replica, path in enumerate(paths):
+        color = f"C{replica}"
+        axes.plot(*zip(*path, strict=True), ".-", color=color, linewidth=1, label=f"inner steps of replica {replica}")
+        axes.plot(*zip(path[-1], points["average"], strict=True), ":", color=color, linewidth=1)
+    arrows = [
+        ("start", "without momentum", "C3", "outer rate x gradient"),
+        ("without momentum", "next start", "C4", "outer rate x momentum x velocity"),
+    ]
+    for source, target, color, label in arrows:
+        arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 2.5, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", xy=points[target], xytext=points[source], arrowprops=arrow)
+        axes.plot([], [], color=color, linewidth=2.5, label=label)
+    for name, marker in (("start", "ks"), ("average", "ko"), ("next start", "kD")):
+        axes.plot(*points[name], marker, markersize=6, markerfacecolor="white", label=name)
+    axes.set(xlabel="first parameter", ylabel="second parameter")
+    axes.margins(0.08)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()

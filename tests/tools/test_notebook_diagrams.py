@@ -2,9 +2,19 @@
 
 import matplotlib
 import pytest
+import torch
 
+from minidist.comm import Record
 from minidist.errors import UserError
-from minidist.tools.notebook.diagrams import Cell, Transfer, contributions, plot_cells, plot_transfers, rank_color
+from minidist.tools.notebook.diagrams import (
+    Cell,
+    Transfer,
+    contributions,
+    plot_cells,
+    plot_transfers,
+    rank_color,
+    transfers_by_round,
+)
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -74,3 +84,36 @@ def test_a_transfer_is_an_arrow_in_its_senders_colour():
 def test_an_empty_or_impossible_diagram_is_refused(draw, message):
     with pytest.raises(UserError, match=message):
         draw()
+
+
+def records_of(*batches):
+    """The records of a rank whose batches of (name, peer, number of elements) are waited for one after another."""
+    records, clock = [], 0
+    for batch in batches:
+        for at, (name, peer, elements) in enumerate(batch):
+            fixed = ("g", (0, 1, 2, 3), 1, (elements,), torch.float32, 4 * elements, 4 * elements, name, False)
+            started = clock + at
+            records.append(Record(name, *fixed, peer=peer, launched=started, waited=started + len(batch)))
+        clock += 2 * len(batch)
+    return records
+
+
+def test_rounds_follow_from_the_order_of_each_ranks_transfers():
+    tree = [
+        records_of([("send", 1, 2)], [("send", 2, 3)]),
+        records_of([("recv", 0, 2)], [("send", 3, 2)]),
+        records_of([("recv", 0, 3)]),
+        records_of([("recv", 1, 2)]),
+    ]
+    assert transfers_by_round(tree) == [[Transfer(0, 1, "2")], [Transfer(0, 2, "3"), Transfer(1, 3, "2")]]
+
+
+def test_transfers_launched_together_are_in_one_round_and_collectives_are_left_out():
+    rounds = [[("send", (rank + 1) % 3, 2), ("recv", (rank - 1) % 3, 2)] for rank in range(3)]
+    ring = [records_of([("all_reduce", None, 2)], each, each) for each in rounds]
+    assert transfers_by_round(ring) == [[Transfer(r, (r + 1) % 3, "2") for r in range(3)]] * 2
+
+
+def test_transfers_without_a_counterpart_are_refused():
+    with pytest.raises(UserError, match=r"of ranks \[0, 1\] do not match"):
+        transfers_by_round([records_of([("send", 1, 2)]), records_of([("send", 0, 2)])])

@@ -6,9 +6,11 @@ means partial, still to be summed; a dashed outline means transient, freed befor
 unless `draw` is False, and returns the data that it draws; empty data is an error, because an empty diagram misleads.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from minidist.comm import Record
 from minidist.errors import UserError
 
 KINDS = ("full", "partial", "transient")
@@ -177,3 +179,53 @@ def _draw_rounds(rounds: list[list[Transfer]], num_ranks: int, title: str) -> No
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.tight_layout()
+
+
+def transfers_by_round(records_by_rank: Sequence[Iterable[Record]]) -> list[list[Transfer]]:
+    """Return the sends among the records by round, for `plot_transfers`: a round is what could be sent at one time.
+
+    records_by_rank: for every rank, in rank order, the records of its traffic meter, such as `CellResult.records`;
+    collectives are left out. A rank starts its next send or receive, or the next batch of them, when the previous one
+    has ended. Labels are numbers of elements. Raises UserError if a send or a receive has no counterpart.
+    """
+    waiting = [_group_into_batches(records) for records in records_by_rank]
+    rounds = []
+    while any(waiting):
+        ready = {rank: batches[0] for rank, batches in enumerate(waiting) if batches}
+        while unmatched := [rank for rank in ready if not _has_all_counterparts(rank, ready)]:
+            ready = {rank: batch for rank, batch in ready.items() if rank not in unmatched}
+        if not ready:
+            ranks = [rank for rank, batches in enumerate(waiting) if batches]
+            raise UserError(f"the sends and receives of ranks {ranks} do not match: records of all ranks are needed")
+        rounds.append(
+            [
+                Transfer(rank, record.peer, str(math.prod(record.shape)))
+                for rank, batch in ready.items()
+                for record in batch
+                if record.name == "send"
+            ]
+        )
+        for rank in ready:
+            waiting[rank].pop(0)
+    return rounds
+
+
+def _group_into_batches(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the sends and receives of one rank, in one list those that were launched before any of them had ended."""
+    batches: list[list[Record]] = []
+    for record in records:
+        if record.name in ("send", "recv"):
+            if batches and all(each.waited is None or record.launched < each.waited for each in batches[-1]):
+                batches[-1].append(record)
+            else:
+                batches.append([record])
+    return batches
+
+
+def _has_all_counterparts(rank: int, ready: Mapping[int, Sequence[Record]]) -> bool:
+    """Whether each send of the rank's batch has a receive in the batch of its peer, and each receive a send."""
+    opposite = {"send": "recv", "recv": "send"}
+    return all(
+        any(other.name == opposite[record.name] and other.peer == rank for other in ready.get(record.peer, ()))
+        for record in ready[rank]
+    )

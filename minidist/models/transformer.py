@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         return self.lm_head(self.model(tokens)[:, -1])
 
     def tie_weights(self) -> None:
-        """Make the output head use the embedding's weight, if `config.tie_embeddings` and both are modules of this part.
+        """Make the output head use the embedding's weight, if `config.tie_embeddings` and this model has both.
 
         A pipeline stage has `nn.Identity` in place of modules that other stages hold.
         """

@@ -8,7 +8,7 @@ split_backward(actions): the actions of one stage, pairs (kind, i) with kind "F"
 backward_of_input(out, hidden, grad): out is the stage's output, of any shape; grad is its gradient, of the same shape,
 or None if out is the loss, (). Adds the gradient of the input to hidden.grad, and gives no parameter a `.grad`. hidden
 is None on the first stage: nothing is to be done. backward_of_weights(out, parameters, grad): returns {name: gradient},
-with every parameter of the dictionary that out depends on, and changes no `.grad`. It comes once, after
+with every parameter of the dictionary, not empty, that out depends on, and changes no `.grad`. It comes once, after
 backward_of_input, for the same out, and other micro-batches may come in between.
 Example: split_backward turns F0 F1 B0 F2 B1 B2 into F0 F1 B0 F2 B1 W0 B2 W1 W2.
     With x = [[1, 2]], w = [[3, 4]], out = x w^T = [[11]] and grad = [[5]], backward_of_input gives x.grad = [[15, 20]]

@@ -164,8 +164,12 @@ class Transformer(nn.Module):
         return self.lm_head(self.model(tokens)[:, -1])
 
     def tie_weights(self) -> None:
-        """Make the output head use the embedding's weight, if `config.tie_embeddings`."""
-        if self.config.tie_embeddings:
+        """Make the output head use the embedding's weight, if `config.tie_embeddings` and this model has both.
+
+        A pipeline stage has `nn.Identity` in place of modules that other stages hold.
+        """
+        ends = (self.lm_head, self.model.embed_tokens)
+        if self.config.tie_embeddings and not any(isinstance(module, nn.Identity) for module in ends):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn, recurse=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist.models
@@ -243,3 +244,16 @@ def test_a_step_against_the_gradient_lowers_the_loss_as_predicted():
     # Rounding: a loss of 150 known to 1e-14 over 2e-6 gives 1e-6; the third derivative times e^2 is far less.
     assert (losses[0] - losses[1]) / (2 * epsilon) == pytest.approx(slope.item(), rel=1e-5)
     assert F.softplus(slope.abs()) > 1
+
+
+@pytest.mark.parametrize("missing", ["embedding", "head"])
+def test_a_pipeline_stage_with_one_end_of_a_tied_model_can_be_moved(missing):
+    """Its other end is `nn.Identity`, which must neither be asked for a weight nor be given one."""
+    model = Transformer(CONFIG)
+    if missing == "embedding":
+        model.model.embed_tokens = nn.Identity()
+    else:
+        model.lm_head = nn.Identity()
+    names = list(model.state_dict())
+    model.double()
+    assert list(model.state_dict()) == names

@@ -146,8 +146,9 @@ class Trainer:
         gather = comm.bind_all_gather_object(self.engine.control)
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, gather)
         self.stop_request: StopSignalRecorder | None = None
-        # Replicas that train separately agree on a stop at merges, and in between by this check.
-        self._stop_check = StopCheck(self.control) if self.engine.control is not self.control else None
+        # Replicas that merge agree on a stop then, and in between by this check. Asynchronous workers must not: a fast
+        # one would wait for a slow one.
+        self._stop_check = StopCheck(self.control) if self.engine.merger is not None else None
         self.interrupted_step: StepResult | None = None
         self.resumed_from: Path | None = None
         self._saved_step: int | None = None  # of the last checkpoint that this process has completed

@@ -147,6 +147,8 @@ def make_reducer(
         for name in parameters:
             if match := re.match(r"model\.layers\.(\d+)\.\w+\.", name):  # a parameter of this layer
                 blocks[model.model.layers[int(match[1])]].append(name)
+            elif "tied" in groups and name == "model.norm.weight":  # leaves both stages' root the embedding alone, so
+                blocks[model.model.norm] = [name]  # that the same ranges of it are replicas of each other
         stages = {1: ZeroStage1, 2: ZeroStage2, 3: partial(ZeroStage3, prefetch=config.zero.prefetch)}
         return stages[config.zero.stage](parameters, masters, blocks, groups["grads"])
     num_micro_batches = config.train.micro_batches

@@ -127,6 +127,20 @@ def test_of_two_replicas_nobody_knows_which_is_right(ranks, config_of, mesh, cha
     ranks(find_one_bit, math.prod(mesh.values()), config, f"params/{name}", wrong, replicas)
 
 
+def find_a_shard(world, configs):
+    for config in configs:
+        trainer = make_trainer(world, config, steps=2)
+        assert find(trainer) == {}
+        if world.rank == 3:
+            flip_bit(trainer.engine.reducer.masters[EMBEDDING])
+        assert find(trainer)[f"masters/{EMBEDDING}"] == [1, 3]
+
+
+def test_both_stages_shard_a_tied_embedding_in_the_same_way(ranks, config_of):
+    mesh = {"pp": 2, "dp": 2}
+    ranks(find_a_shard, 4, [config_of(mesh, **TIED, zero__stage=stage) for stage in (1, 2, 3)])
+
+
 def compare_small_tensors(world):
     group, rank = bind(world, Mesh(dp=world.size))["control"], world.rank
     everyone, others = tuple(range(4)), (0, 2) if rank % 2 == 0 else (1, 3)

@@ -88,7 +88,7 @@ def in_the_shell(work, capsys, *words) -> str:
 
 def in_notebook_words(report: str) -> str:
     """A report of the shell, with the notebook's magics in place of the shell's commands."""
-    report = report.replace("python -m exercises hint", "%hint")
+    report = report.replace("python -m exercises hint", "%hint").replace("python -m exercises solution", "%solution")
     return report.replace("python -m exercises", "!python -m exercises")
 
 
@@ -104,6 +104,7 @@ def test_a_verdict_is_coloured_and_laid_out_and_its_text_is_escaped(server, tmp_
         assert html.startswith(f'<div style="border-left: 6px solid {color}') and title in html
         assert html.count("<div>") - html.count("Next hint") >= len(verdict.results)
         assert ("%hint block_partition (2 left)" in html) == (answer == WRONG)
+        assert ("<details><summary>Solution of block_partition</summary>" in html) == (answer == RIGHT)
     file.write_text(RIGHT + "raise ValueError('<b>')\n")
     assert "&lt;b&gt;" in VerdictDisplay(check(BLOCK, file, server), 0)._repr_html_()
 
@@ -209,6 +210,14 @@ def test_hints_are_counted_as_in_the_shell(cell, work, capsys):
     assert cell("%hint block_partition") == f"hint 1 of 3: {BLOCK.hints[0]}\n"
     assert in_the_shell(work, capsys, "hint", "block_partition").splitlines()[1] == f"hint 2 of 3: {BLOCK.hints[1]}"
     assert "1 of 3 hints left" in cell("%exercise block_partition")
+
+
+def test_the_solution_is_shown_to_those_who_passed_or_ask_for_it_twice(cell, work):
+    solution = BLOCK.solution.read_text()
+    assert "you have not passed block_partition yet" in cell("%solution block_partition")
+    assert solution.strip() in cell("%solution block_partition --anyway")
+    cell(f"%%exercise block_partition\n{RIGHT}")
+    assert solution.strip() in cell("%solution block_partition")
 
 
 def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell, work):

@@ -107,8 +107,8 @@ class SolutionDisplay:
         return self._exercise.solution.read_text()
 
     def _repr_html_(self) -> str:
-        text = html.escape(repr(self))
-        return f"<details{' open' * self._is_open}><summary>Solution of {self._exercise.name}</summary><pre>{text}</pre></details>"
+        title, text = f"Solution of {self._exercise.name}", html.escape(repr(self))
+        return f"<details{' open' * self._is_open}><summary>{title}</summary><pre>{text}</pre></details>"
 
 
 def update_stored_displays(catalogue: Catalogue) -> list[Path]:

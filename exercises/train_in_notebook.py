@@ -1,4 +1,4 @@
-"""`%train NAMES` in a notebook: the simple trainer with the learner's passed functions, and the package's own beside it.
+"""`%train NAMES` in a notebook: the simple trainer with the learner's passed functions, beside the package's own.
 
 Each run takes seconds: a small model on generated text. The layouts are chosen so that every function is called.
 """

@@ -60,7 +60,7 @@ def test_the_last_printed_line_is_shown(check_answer):
 
 
 def test_a_breakpoint_ends_the_check_and_shows_the_variables(check_answer):
-    body = "    start = [n, rank]\n    try:\n        breakpoint()\n    except Exception:\n        pass\n    return start\n"
+    body = "    start = [n, rank]\n    try:\n        breakpoint()\n    except Exception:\n        return start\n"
     verdict = check_answer(BLOCK, HEAD + body)
     line = 1 + (HEAD + body).splitlines().index("        breakpoint()")
     assert report.format_finding(verdict.reported.finding) == [

@@ -91,6 +91,8 @@ def kernel(tmp_path_factory):
         return reply["content"], "".join(texts)
 
     run.work = work
+    loaded, _ = run("%load_ext exercises\nfrom minidist.tools.notebook import predict, score_prediction")
+    assert loaded["status"] == "ok"
     yield run
     client.stop_channels()
     manager.shutdown_kernel(now=True)
@@ -100,8 +102,6 @@ ASK = "predict('kernel-bytes', 'How many?', answer=None, unit='bytes')"
 
 
 def test_a_prediction_stops_the_queue_once_and_is_stored(kernel):
-    loaded, _ = kernel("%load_ext exercises\nfrom minidist.tools.notebook import predict, score_prediction")
-    assert loaded["status"] == "ok"
     assert kernel(ASK)[1] == "How many?"  # a program is not asked
     reply, told = kernel(ASK, "", queued="overrun = True")
     assert reply["ename"] == "UnansweredError" and "Traceback" not in told

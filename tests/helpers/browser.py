@@ -21,8 +21,8 @@ WAIT_MS = 200_000
 _POLL_MS = 200  # by default playwright asks in every frame, which costs more CPU time than most cells
 _CELLS = ".jp-Notebook .jp-Cell"
 
-# In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now. A cell that asks
-# for a prediction gets one.
+# In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now. A cell that
+# asks for a prediction gets one.
 _CHOSEN = """([selector, index]) => {
     const cells = [...document.querySelectorAll(selector)];
     const chosen = index >= 0 ? [cells[index]] : cells.filter(cell => cell.classList.contains("jp-CodeCell"));

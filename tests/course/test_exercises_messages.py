@@ -65,11 +65,11 @@ def test_a_breakpoint_ends_the_check_and_shows_the_variables(check_answer):
     line = 1 + (HEAD + body).splitlines().index("        breakpoint()")
     assert report.format_finding(verdict.reported.finding) == [
         "breakpoint() ends a check, because nobody can type at a debugger there. Your variables at this line:",
-        "  n = 2",
-        "  world_size = 2",
+        "  n = 1",
+        "  world_size = 1",
         "  rank = 0",
-        "  start = [2, 0]",
-        "  for       block_partition(n=2, world_size=2, rank=0)",
+        "  start = [1, 0]",
+        "  for       block_partition(n=1, world_size=1, rank=0)",
         f"  line      {line}: breakpoint()",
     ]
     assert {result.finding.kind for result in verdict.results} == {"breakpoint", "skipped"}

@@ -11,7 +11,7 @@ To grade a class: `submissions`, `sandbox` and `sandbox_process` inside it, `gra
 to give the course to students: `release` and `gradescope`. For the authors of exercises: `new`, `stubs`, `answers`
 and `generated_answers`, `gate`, and `mutate` with `mutants` and `mutation_operators`. For learners: `magics`,
 `exercise_display`, `watch`, `jupyterlab`, and `train`, which trains with the learner's code: `learner_pieces` in one
-of the `layouts`, which `parity` compares with one process.
+of the `layouts`, which `parity` compares with one process; `train_in_notebook` does so beside the package's code.
 """
 
 

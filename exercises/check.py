@@ -36,7 +36,7 @@ _OPERATORS = (
     *("minidist.simple.training_state:", "minidist.simple.recovery:recover"),
 )
 # After these findings the other tests would fail in the same way.
-_STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit")
+_STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit", "breakpoint")
 _NOT_RUN = "not run, because of how another test ended"
 
 

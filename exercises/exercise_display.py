@@ -91,8 +91,24 @@ class VerdictDisplay:
         if verdict.reported:
             finding = "\n".join([f"{verdict.reported.id}:", *report.format_finding(verdict.reported.finding)])
             lines += [f'<pre style="margin: 8px 0">{html.escape(finding)}</pre>']
+        if verdict.passed and verdict.exercise.solution.is_file():
+            return "\n".join([*lines, SolutionDisplay(verdict.exercise)._repr_html_(), "</div>"])
         lines += [f"<div>{html.escape(line)}</div>" for line in report.next_steps(verdict, self._hints_left, True)]
         return "\n".join([*lines, "</div>"])
+
+
+class SolutionDisplay:
+    """The display of an exercise's solution in a notebook: folded unless `is_open`, or the file as text."""
+
+    def __init__(self, exercise: Exercise, is_open: bool = False):
+        self._exercise, self._is_open = exercise, is_open
+
+    def __repr__(self) -> str:
+        return self._exercise.solution.read_text()
+
+    def _repr_html_(self) -> str:
+        title, text = f"Solution of {self._exercise.name}", html.escape(repr(self))
+        return f"<details{' open' * self._is_open}><summary>{title}</summary><pre>{text}</pre></details>"
 
 
 def update_stored_displays(catalogue: Catalogue) -> list[Path]:

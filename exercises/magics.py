@@ -4,6 +4,8 @@
 %%exercise NAME            write the cell to your file in work/ and grade it
 %check NAME                grade your file; with --install, a passed piece replaces the package's in this notebook
 %hint NAME                 show the next hint
+%solution NAME             show the solution once you have passed; before that, with --anyway
+%train NAME NAME ...       train a small model with your passed functions, and with the package's own beside it
 
 The report is that of `python -m exercises check NAME`, the file and progress.json are the same.
 """
@@ -20,7 +22,8 @@ from IPython.display import display
 
 from exercises.attempt import grade_attempt, hints_left, reveal_hint
 from exercises.catalogue import Catalogue, Exercise
-from exercises.exercise_display import ExerciseDisplay, VerdictDisplay
+from exercises.exercise_display import ExerciseDisplay, SolutionDisplay, VerdictDisplay
+from exercises.train_in_notebook import train_in_notebook
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from minidist.tools import progress
@@ -83,6 +86,28 @@ class ExerciseMagics(Magics):
     def hint(self, line: str):
         """Show the next hint and all earlier ones: `%hint NAME`."""
         print(reveal_hint(self._find_exercise(line, "%hint"), _learner_folder()))
+
+    @line_magic
+    def solution(self, line: str):
+        """Show the solution: `%solution NAME`, or `%solution NAME --anyway` before you have passed."""
+        exercise, work = self._find_exercise(line, "%solution", "--anyway"), _learner_folder(needed=False)
+        if not exercise.solution.is_file():
+            raise UsageError("this student's copy of the course lacks the solutions")
+        if "--anyway" not in line.split() and not (work and work.entry(exercise).get("passed")):
+            raise UsageError(
+                f"you have not passed {exercise.name} yet; to see its solution all the same, write "
+                f"%solution {exercise.name} --anyway"
+            )
+        display(SolutionDisplay(exercise, is_open=True))
+
+    @line_magic
+    def train(self, line: str):
+        """Train with your passed functions of these exercises, and with the package's beside it: `%train NAME ...`."""
+        names = shlex.split(line)
+        if not names:
+            raise UsageError("write %train and the names of the exercises whose functions are to train the model")
+        work = _learner_folder(needed=False)
+        _as_usage_error(lambda: train_in_notebook(self._catalogue, work, names, self._ranks.server))
 
     def _find_exercise(self, line: str, magic: str, *flags: str) -> Exercise:
         """Return the exercise named in a magic's line. Raises UsageError. flags: options that the line may have."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from exercises.guard import ForbiddenAction, Guard
 from exercises.testing import Answer, Finding, ProcessFailed, RunningCall, Wrong
+from minidist.tools.breakpoints import format_variables
 
 _MODULE = "answer"
 
@@ -47,6 +48,10 @@ class Request:
     condition: str | None = None
 
 
+class BreakpointReached(BaseException):
+    """Raised by `breakpoint()` in the learner's code. Not an Exception, so that `except Exception` does not hide it."""
+
+
 class FindingStored(Exception):
     """Raised after this rank has stored a finding; it ends the job."""
 
@@ -64,6 +69,7 @@ def run_tests(world, request: Request) -> str:
     os.chdir(request.folder)
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
+    sys.breakpointhook = _stop_at_breakpoint
     note = RunningCall(f"{request.folder}/note-{world.rank}")
     guard = Guard(request.answer, request.test_file, SHARED_CODE.changed_function)
     module = _load_tests(request)
@@ -105,6 +111,13 @@ def run_tests(world, request: Request) -> str:
             guard.stop()
             _store_and_raise(finding, note, world, request)
     return request.token
+
+
+def _stop_at_breakpoint(*_, **__) -> None:
+    """Raise BreakpointReached with the local variables of the caller, which has called `breakpoint()`."""
+    variables = format_variables(sys._getframe(1))
+    head = "breakpoint() ends a check, because nobody can type at a debugger there. Your variables at this line:"
+    raise BreakpointReached("\n  ".join([head, *variables]))
 
 
 def _store_and_raise(finding: Finding, note: RunningCall, world, request: Request) -> None:
@@ -215,6 +228,8 @@ def finding_of(error: BaseException, answer: str) -> Finding:
         return Finding("memory", "your code needs more memory than a check allows", line=line)
     if isinstance(error, SystemExit):
         return Finding("exit", "your code ends the program (sys.exit)", line=line)
+    if isinstance(error, BreakpointReached):
+        return Finding("breakpoint", text, line=line)
     if isinstance(error, ForbiddenAction):
         return Finding("forbidden", text, line=line)
     if _is_network_error(error):

@@ -53,7 +53,8 @@ def next_steps(verdict: Verdict, hints_left: int = 0, in_notebook: bool = False)
     name = verdict.exercise.name
     shell = "!python -m exercises" if in_notebook else "python -m exercises"
     if verdict.passed:
-        return [f"{shell} solution {name} shows the package's own code"]
+        command = f"%solution {name}" if in_notebook else f"{shell} solution {name}"
+        return [f"{command} shows the package's own code"] if verdict.exercise.solution.is_file() else []
     lines = []
     if _is_stub_outdated(verdict):
         lines += [f"Your file started from an older stub: {shell} reset {name} backs it up and renews it."]

@@ -32,9 +32,9 @@ class Finding:
     """Why a test failed, in the learner's terms.
 
     kind: "wrong", "unwritten", "raised", "forbidden", "type", "missing", "syntax", "exit", "memory", "hang",
-    "deadlock", "died", "printing", "network" (a peer was gone) or "skipped". what: one or more lines. call: the call
-    that failed. line: of the learner's file; source: its text. printed: the last line that the code printed. test: its
-    name. rank, size: of the rank that failed.
+    "deadlock", "died", "printing", "breakpoint", "network" (a peer was gone) or "skipped". what: one or more lines.
+    call: the call that failed. line: of the learner's file; source: its text. printed: the last line that the code
+    printed. test: its name. rank, size: of the rank that failed.
     """
 
     kind: str

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from exercises.catalogue import ROOT
+from exercises.catalogue import NONE, ROOT
 from minidist.errors import UserError
 from minidist.tools.notebook import weave
 from minidist.tools.notebook.predict import HOW
@@ -97,6 +97,16 @@ def test_every_exercise_has_a_cell_that_grades_it_beside_it(chapter):
         for source, following in zip(sources, [*sources[1:], ""], strict=True):
             if source.startswith("%exercise "):
                 assert following == source.replace("%exercise", "%check"), source
+
+
+@each_chapter
+def test_every_notebook_trains_with_the_answers_that_the_trainer_calls(chapter):
+    routed = [one.name for one in exercises_of(chapter) if one.kind == "piece" and not one.route.startswith(NONE)]
+    for notebook in notebooks(chapter):
+        opened = [cell.source.split()[1] for cell in notebook.cells if cell.source.startswith("%exercise ")]
+        trained = [cell.source.split()[1:] for cell in notebook.cells if cell.source.startswith("%train ")]
+        wanted = [name for name in opened if name in routed]
+        assert trained == [wanted] * bool(wanted)
 
 
 @each_chapter

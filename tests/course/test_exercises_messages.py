@@ -59,6 +59,22 @@ def test_the_last_printed_line_is_shown(check_answer):
     ]
 
 
+def test_a_breakpoint_ends_the_check_and_shows_the_variables(check_answer):
+    body = "    start = [n, rank]\n    try:\n        breakpoint()\n    except Exception:\n        return start\n"
+    verdict = check_answer(BLOCK, HEAD + body)
+    line = 1 + (HEAD + body).splitlines().index("        breakpoint()")
+    assert report.format_finding(verdict.reported.finding) == [
+        "breakpoint() ends a check, because nobody can type at a debugger there. Your variables at this line:",
+        "  n = 1",
+        "  world_size = 1",
+        "  rank = 0",
+        "  start = [1, 0]",
+        "  for       block_partition(n=1, world_size=1, rank=0)",
+        f"  line      {line}: breakpoint()",
+    ]
+    assert {result.finding.kind for result in verdict.results} == {"breakpoint", "skipped"}
+
+
 def test_a_long_explanation_is_cut_and_the_facts_stay():
     finding = Finding("deadlock", "\n".join("abcdefghijklmnopqrst"), call="f(1)", line=3, source="x")
     told = report.format_finding(finding, 6)

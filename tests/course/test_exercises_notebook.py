@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from exercises import stubs
+from exercises import stubs, train_in_notebook
 from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
+from exercises.layouts import read_layouts
 from exercises.magics import ExerciseMagics
+from exercises.train_in_notebook import choose_layouts
 from exercises.work import Work
 from minidist.data.partition import block_partition as imported_before
 from minidist.tools.notebook.course_path import add_course_to_path, find_course_root
@@ -88,7 +91,7 @@ def in_the_shell(work, capsys, *words) -> str:
 
 def in_notebook_words(report: str) -> str:
     """A report of the shell, with the notebook's magics in place of the shell's commands."""
-    report = report.replace("python -m exercises hint", "%hint")
+    report = report.replace("python -m exercises hint", "%hint").replace("python -m exercises solution", "%solution")
     return report.replace("python -m exercises", "!python -m exercises")
 
 
@@ -104,6 +107,7 @@ def test_a_verdict_is_coloured_and_laid_out_and_its_text_is_escaped(server, tmp_
         assert html.startswith(f'<div style="border-left: 6px solid {color}') and title in html
         assert html.count("<div>") - html.count("Next hint") >= len(verdict.results)
         assert ("%hint block_partition (2 left)" in html) == (answer == WRONG)
+        assert ("<details><summary>Solution of block_partition</summary>" in html) == (answer == RIGHT)
     file.write_text(RIGHT + "raise ValueError('<b>')\n")
     assert "&lt;b&gt;" in VerdictDisplay(check(BLOCK, file, server), 0)._repr_html_()
 
@@ -209,6 +213,70 @@ def test_hints_are_counted_as_in_the_shell(cell, work, capsys):
     assert cell("%hint block_partition") == f"hint 1 of 3: {BLOCK.hints[0]}\n"
     assert in_the_shell(work, capsys, "hint", "block_partition").splitlines()[1] == f"hint 2 of 3: {BLOCK.hints[1]}"
     assert "1 of 3 hints left" in cell("%exercise block_partition")
+
+
+def test_the_solution_is_shown_to_those_who_passed_or_ask_for_it_twice(cell, work):
+    solution = BLOCK.solution.read_text()
+    assert "you have not passed block_partition yet" in cell("%solution block_partition")
+    assert solution.strip() in cell("%solution block_partition --anyway")
+    cell(f"%%exercise block_partition\n{RIGHT}")
+    assert solution.strip() in cell("%solution block_partition")
+
+
+def pass_exercises(work, *names):
+    for name in names:
+        exercise = CATALOGUE[name]
+        work.file(exercise).write_text(exercise.solution.read_text())
+        work.record(exercise, True, exercise.points, work.file(exercise).read_bytes())
+
+
+def test_nothing_is_trained_before_an_exercise_is_passed(cell, work):
+    assert cell("%train flat_parameter zero_stage_one") == (
+        "not passed yet: flat_parameter, zero_stage_one; pass one, and this cell trains the model with it\n"
+    )
+    pass_exercises(work, "flat_parameter")
+    work.file(CATALOGUE["flat_parameter"]).write_text("edited")
+    told = cell("%train flat_parameter")
+    assert told.startswith("the package's flat_parameter is used, not yours: changed since it passed")
+    for line, message in (("%train", "write %train and the names"), ("%train falling_loss", "of kind debug, not a")):
+        assert message in cell(line)
+
+
+def test_the_learners_functions_train_beside_the_packages(cell, work, monkeypatch):
+    monkeypatch.setattr(train_in_notebook, "STEPS", 4)
+    pass_exercises(work, "token_count", "resharding_load")
+    file = work.file(CATALOGUE["token_count"])
+    halved = file.read_text().replace("return count.item()", "return count.item() / 2")
+    assert halved != file.read_text()
+    told = {}
+    for name, text in (("right", file.read_text()), ("halved", halved)):
+        file.write_text(text)
+        work.record(CATALOGUE["token_count"], True, 1, file.read_bytes())
+        told[name] = cell("%train token_count resharding_load block_partition").splitlines()
+    pending, head, title, *rows, difference = told["right"]
+    assert pending == "not passed yet: block_partition; the package's own is used"
+    assert re.fullmatch(
+        r"naive \(--comm.gradients naive on 2 ranks\), with your "
+        r"token_count \(\d+ calls\), resharding_load \(\d+ calls\):",
+        head,
+    )
+    losses = [list(map(float, row.split())) for row in rows]
+    assert [step for step, _, _ in losses] == [1, 2, 3, 4] and all(yours == ours for _, yours, ours in losses)
+    assert difference == "  largest difference between the two losses: 0.0e+00"
+    _, yours, ours = map(float, told["halved"][3].split())
+    assert yours == pytest.approx(2 * ours, rel=1e-3)
+
+
+def test_few_layouts_call_all_functions_of_a_chapter():
+    layouts = read_layouts()
+    assert choose_layouts(["token_count"], layouts) == ["naive"]
+    assert choose_layouts(["tree_broadcast", "ring_all_reduce", "halving_doubling"], layouts) == [
+        "tree",
+        "ring",
+        "doubling",
+    ]
+    assert choose_layouts(["flat_parameter", "zero_stage_one", "zero_stage_three"], layouts) == ["zero 3"]
+    assert choose_layouts(["resharding_load"], layouts) == []
 
 
 def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell, work):

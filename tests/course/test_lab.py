@@ -9,7 +9,8 @@ import pytest
 
 from exercises import jupyterlab
 from exercises.__main__ import main
-from exercises.catalogue import ROOT
+from exercises.catalogue import ROOT, Catalogue
+from exercises.work import Work
 
 
 @pytest.fixture
@@ -53,6 +54,72 @@ def test_the_courses_settings_are_where_jupyterlab_looks():
     folder = jupyterlab.jupyterlab_environment({})["JUPYTER_CONFIG_PATH"]
     with open(os.path.join(folder, "labconfig", "default_setting_overrides.json")) as file:
         assert json.load(file)["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """A notebook's kernel in a learner's folder: `kernel(source, *answers)` returns (reply, text of the outputs).
+
+    answers: what a person types into the input fields of the cell, and cells that are queued meanwhile; without any, a
+    program runs the cell.
+    """
+    client_module = pytest.importorskip("jupyter_client.manager")
+    private = tmp_path_factory.mktemp("kernel")
+    work = Work(private / "work")
+    work.update(Catalogue())
+    environ = {**os.environ, "IPYTHONDIR": str(private / "ipython"), "PYTHONPATH": str(ROOT)}
+    folder = work.folder / "chapters" / "01_data_distribution"
+    manager, client = client_module.start_new_kernel(kernel_name="python3", cwd=str(folder), env=environ)
+
+    def run(source: str, *answers: str, queued: str = ""):
+        texts, left = [], list(answers)
+
+        def show(message):
+            content = message["content"]
+            data = content.get("data", {}).get("text/plain") or content.get("text") or content.get("traceback")
+            texts.append("\n".join(data) if isinstance(data, list) else data or "")
+
+        def answer(_):
+            if queued:
+                client.execute(queued)
+            client.input(left.pop(0))
+
+        reply = client.execute_interactive(
+            source, allow_stdin=bool(answers), stdin_hook=answer, output_hook=show, timeout=120
+        )
+        assert not left, "the cell did not ask"
+        return reply["content"], "".join(texts)
+
+    run.work = work
+    loaded, _ = run("%load_ext exercises\nfrom minidist.tools.notebook import predict, score_prediction")
+    assert loaded["status"] == "ok"
+    yield run
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+ASK = "predict('kernel-bytes', 'How many?', answer=None, unit='bytes')"
+
+
+def test_a_prediction_stops_the_queue_once_and_is_stored(kernel):
+    assert kernel(ASK)[1] == "How many?"  # a program is not asked
+    reply, told = kernel(ASK, "", queued="overrun = True")
+    assert reply["ename"] == "UnansweredError" and "Traceback" not in told
+    assert told.endswith("or replace None with your prediction first.")
+    assert kernel("'overrun' in globals()")[1] == "False"
+    reply, told = kernel(ASK)
+    assert reply["status"] == "ok" and told == "How many?"
+    reply, told = kernel(ASK.replace("kernel-bytes", "kernel-asked"), "4,000 bytes")
+    assert reply["status"] == "ok" and told == "How many?\nyou expect 4,000 bytes"
+    assert kernel.work.read()["predictions"]["kernel-asked"]["answer"] == "4,000"
+    assert "right" in kernel("score_prediction('kernel-asked', 4000)")[1]
+
+
+def test_magics_in_a_kernel(kernel):
+    told = kernel("%ranks 2")[1] + kernel("%%ranks\nx = [rank]\nbreakpoint()\nx")[1]
+    assert "line 3 of the cell" in told and "x = [1]" in told
+    assert "you have not passed token_count yet" in kernel("%solution token_count")[1]
+    assert kernel("%train token_count")[1].startswith("not passed yet: token_count; pass one")
 
 
 def test_lab_without_jupyterlab_says_how_to_install_it(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,8 @@ WAIT_MS = 200_000
 _POLL_MS = 200  # by default playwright asks in every frame, which costs more CPU time than most cells
 _CELLS = ".jp-Notebook .jp-Cell"
 
-# In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now.
+# In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now. A cell that
+# asks for a prediction gets one.
 _CHOSEN = """([selector, index]) => {
     const cells = [...document.querySelectorAll(selector)];
     const chosen = index >= 0 ? [cells[index]] : cells.filter(cell => cell.classList.contains("jp-CodeCell"));
@@ -33,6 +34,11 @@ _MARK = _CHOSEN % "chosen.forEach(cell => { cell.dataset.before = number(cell); 
 _RAN = (
     _CHOSEN
     % """
+    const field = document.querySelector(".jp-Stdin-input");
+    if (field) {
+        field.value = "0";
+        field.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true}));
+    }
     const marked = chosen.filter(cell => cell.dataset.before !== undefined && !empty(cell));
     const ran = cell => /[0-9]/.test(number(cell)) && number(cell) !== cell.dataset.before;
     // An error ends Run All: then no cell waits any more, and some have not run.

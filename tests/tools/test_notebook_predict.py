@@ -8,6 +8,7 @@ import torch
 
 from minidist.errors import UserError
 from minidist.tools.notebook import NEVER, CellResult, predict, score_prediction
+from minidist.tools.notebook.predict import UnansweredError
 
 
 @pytest.fixture
@@ -27,10 +28,10 @@ def test_a_right_and_a_wrong_answer_are_scored(file):
 
 def test_no_answer_is_no_score_and_stops_nothing(file):
     prediction = predict("q", "How many bytes?", file=file)
-    assert "no answer yet" in repr(prediction)
+    assert repr(prediction) == "How many bytes?"
     prediction = score_prediction("q", 12, file=file)
     assert prediction.score is None and prediction.answer is None
-    assert "observed: 12" in repr(prediction) and "you made no prediction before the measurement" in repr(prediction)
+    assert repr(prediction) == "How many bytes?\nobserved: 12"
 
 
 def test_an_answer_may_change_until_the_measurement(file):
@@ -54,6 +55,42 @@ def test_running_the_notebook_again_keeps_the_score(file):
     assert again.score == 1 and again.late_answer is None
     predict("q", "How many bytes?", None, file=file)
     assert score_prediction("q", 12, file=file).score == 1
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """What a person types into the input fields, in this order; the labels of those that were shown are removed."""
+    answers, labels = [], []
+    monkeypatch.setitem(predict.__globals__, "_can_ask", lambda: True)
+    monkeypatch.setitem(predict.__globals__, "_ASKED", set())
+    monkeypatch.setattr("builtins.input", lambda label: labels.append(label) or answers.pop(0))
+    return answers, labels
+
+
+def test_an_unanswered_question_is_asked_and_its_answer_stored(file, typed):
+    answers, labels = typed
+    answers += [" 4,000 bytes "]
+    assert predict("q", "How many bytes?", None, unit="bytes", file=file).answer == "4,000"
+    assert repr(predict("q", "How many bytes?", None, unit="bytes", file=file)).endswith("you expect 4,000 bytes")
+    assert labels == ["Your prediction, in bytes: "]
+    assert score_prediction("q", 4000, file=file).score == 1
+    assert predict("q", "How many bytes?", None, file=file).late_answer is None and not answers
+
+
+def test_an_empty_field_stops_the_queue_once(file, typed):
+    answers, labels = typed
+    answers += [" "]
+    with pytest.raises(UnansweredError, match="Run this cell again to go on without one"):
+        predict("q", "?", None, file=file)
+    assert predict("q", "?", None, file=file).answer is None and len(labels) == 1
+    assert score_prediction("q", 4, file=file).score is None
+
+
+def test_nobody_is_asked_who_has_answered_or_comes_after_the_measurement(file, typed):
+    predict("q", "?", 3, file=file)
+    score_prediction("q", 4, file=file)
+    predict("q", "?", None, file=file)
+    assert typed == ([], [])
 
 
 @pytest.mark.parametrize("kind", ["deadlock", "quiet"])

@@ -78,6 +78,31 @@ def test_an_error_inside_the_package_names_both_places(live):
     assert "raised at data/partition.py:" in str(result)
 
 
+def test_a_breakpoint_prints_the_variables_of_each_rank_and_goes_on(live):
+    source = """
+    from pathlib import Path
+    big, small = torch.zeros(3, 4), [rank]
+    def double(value):
+        result = 2 * value
+        breakpoint()
+        return result
+    y = double(rank)
+    breakpoint(header="ignored")
+    """
+    printed = str(run_cell(live, source)).splitlines()
+    assert printed[printed.index("rank 1:") :][:9] == [
+        "rank 1:",
+        "  breakpoint() at line 6 of the cell, in double (a rank prints its variables and goes on):",
+        "    value = 1",
+        "    result = 2",
+        "  breakpoint() at line 9 of the cell (a rank prints its variables and goes on):",
+        "    big = tensor of shape (3, 4), float32",
+        "    small = [1]",
+        "    y = 2",
+        "rank 2:",
+    ]
+
+
 def test_leaving_the_interpreter_is_an_error_like_others(live):
     pids = list(live.pids)
     assert "raised SystemExit: 3" in str(run_cell(live, "import sys\nsys.exit(3)"))

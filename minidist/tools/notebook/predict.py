@@ -7,15 +7,17 @@
 The value is labelled by how it was had: observed in a run, counted by the meter, modelled by a formula (the meter's
 bytes of library collectives, too), simulated, or computed from the question's own numbers.
 
-Neither a missing nor a wrong answer stops the notebook or raises. Only an answer given before the measurement is
-scored, also in a later session. Scores are stored in the learner's folder; without one they last as long as the
-process.
+In a notebook in front of a person, a question without an answer shows an input field, and the cells queued behind it
+wait. An empty answer stops them once; when the cell runs again it goes on. A program that runs the notebook is asked
+nothing and goes on. Only an answer given before the measurement is scored, also in a later session. Scores are stored
+in the learner's folder; without one they last as long as the process.
 """
 
 import contextlib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,14 @@ HOW = ("observed", "counted", "modelled", "simulated", "computed")
 _NEVER = (NEVER, "never returns", "never", "it never does")
 _NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 _UNSAVED: dict[str, Any] = {}  # in a notebook outside any learner's folder
+_ASKED: set[str] = set()  # the questions whose input field this process has shown
+
+
+class UnansweredError(Exception):
+    """Stops the cells queued behind a question that was left empty; the notebook shows its text without traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
 
 
 @dataclass
@@ -53,15 +63,11 @@ class Prediction:
 
     def __repr__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        answer = "no answer yet: replace None with your prediction, or continue" if self.answer is None else None
-        answer = answer or f"you expect {self.answer}{unit}"
         if self.value is None:
-            return f"{self.question}\n{answer}"
+            return self.question + ("" if self.answer is None else f"\nyou expect {self.answer}{unit}")
         lines = [f"{self.question}", f"{self.how}: {self.value}{unit}"]
         if self.answer is not None:
             lines.append(f"you expected {self.answer}{unit}: {'right' if self.score else 'wrong'}")
-        elif self.late_answer is None:
-            lines.append("you made no prediction before the measurement")
         if self.late_answer is not None:
             lines.append(f"{self.late_answer}{unit} was entered after the measurement and is not scored")
         return "\n".join(lines)
@@ -73,20 +79,49 @@ def predict(
     """Record the learner's answer to a question about a later measurement; return both for display.
 
     id: a name for `score_prediction`, unique in the course. answer: a number, a list, text, or NEVER for a cell that
-    hangs; None if the learner has not answered. unit: shown after the answer and the measured value. file: where scores
-    are stored; progress.json of the current learner's folder if None.
+    hangs; None if the learner has not answered: then a person is asked for it in an input field, unless it was given
+    there earlier. unit: shown after the answer and the measured value. file: where scores are stored; progress.json of
+    the current learner's folder if None. Raises UnansweredError when the input field is left empty, once.
     """
-    answer = _to_json_types(answer)
+    prediction = _record_answer(id, question, _to_json_types(answer), unit, file)
+    if prediction.answer is None and prediction.value is None and id not in _ASKED and _can_ask():
+        _ASKED.add(id)
+        prediction = _record_answer(id, question, _ask(unit), unit, file)
+        if prediction.answer is None:
+            raise UnansweredError(
+                "No prediction yet, so the cells below have not run. Run this cell again to go on without one, or "
+                "replace None with your prediction first."
+            )
+    return prediction
+
+
+def _record_answer(id: str, question: str, answer: Any, unit: str, file: str | os.PathLike | None) -> Prediction:
+    """Store an answer, which is late if there is a measured value; an answer of None keeps an earlier one."""
     with _open_predictions(file) as predictions:
         known = _find_prediction(predictions, id)
         kept = Prediction(**{**asdict(known), "question": question, "unit": unit}) if known else None
         prediction = kept or Prediction(id, question, unit)
-        if prediction.value is None:
+        if answer is not None and prediction.value is None:
             prediction.answer = answer
         elif answer is not None and answer != prediction.answer:
             prediction.late_answer = answer
         predictions[id] = _to_entry(prediction)
     return prediction
+
+
+def _can_ask() -> bool:
+    """Return whether this is a notebook in front of a person."""
+    if (ipython := sys.modules.get("IPython")) is None:
+        return False
+    from minidist.tools.notebook.frontend import is_interactive  # ranks, which import this module, need no IPython
+
+    return is_interactive(ipython.get_ipython())
+
+
+def _ask(unit: str) -> str | None:
+    """Show an input field and return the answer, without the unit; None if it is empty."""
+    text = input(f"Your prediction{', in ' * bool(unit)}{unit}: ").strip()
+    return text.removesuffix(unit).strip() or None
 
 
 def score_prediction(

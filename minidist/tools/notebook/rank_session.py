@@ -16,6 +16,7 @@ import torch
 
 from minidist.comm import Record
 from minidist.comm.world import World
+from minidist.tools.breakpoints import format_variables
 from minidist.tools.launch.memory_limit import MemoryLimit
 from minidist.tools.launch.rank_worker import RankWorker
 from minidist.tools.pieces import SymbolReplacements
@@ -114,6 +115,18 @@ class RankSession:
             world_size=world.size,
             meter=rank_worker.meter,
         )
+        self._own_names = {*self.names, "comm"}
+        sys.breakpointhook = self._print_variables
+
+    def _print_variables(self, *_, **__) -> None:
+        """Print line and variables where the cell called `breakpoint()`: a rank has no keyboard, so it goes on."""
+        frame = sys._getframe(1)
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        place = f"line {line} of {'the cell' if _is_cell_name(file) else os.path.basename(file)}"
+        if frame.f_code.co_name != "<module>":
+            place += f", in {frame.f_code.co_name}"
+        shown = format_variables(frame, self._own_names if frame.f_locals is self.names else ())
+        print("\n  ".join([f"breakpoint() at {place} (a rank prints its variables and goes on):", *shown]))
 
     def _interrupt(self, *_) -> None:
         """Raise KeyboardInterrupt if a request is running; called on SIGINT."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minidist.config import Config
     from minidist.tools.launch import RankServer
 
-STEPS = 100
+STEPS = 60
 _RANKS = 2
 _ROWS = 6  # of the table of losses
 _DEADLINE_S = 300.0

@@ -152,7 +152,9 @@ class Notebook:
         return before
 
     def begin(self, index: int) -> None:
-        """Start a cell without waiting for its end."""
+        """Start a cell without waiting for its end. A folded one is unfolded first."""
+        for folded in self._cell(index).locator(".jp-InputPlaceholder").all():
+            folded.click()
         self._cell(index).locator(".cm-content").click()
         self.page.evaluate(_MARK, [_CELLS, index])
         self.page.keyboard.press("Control+Enter")

@@ -60,7 +60,7 @@ def test_a_solution_passes_on_the_server_of_a_single_check(warm):
     """What an operator imports when it is first used is not taken for the answer's doing."""
     chosen = [one for one in EXERCISES.values() if one.chapter == "ch02_model_distribution"]
     chosen = [one for one in chosen if ("torch._dynamo" in modules_to_preload([one])) == warm]
-    assert len(chosen) > 3
+    assert len(chosen) > 2
     with RankServer(preload=modules_to_preload(chosen)) as server:
         for exercise in chosen:
             [first, *_] = exercise.tests()

@@ -92,36 +92,28 @@ USED_FIRST = """\
             if count:
                 all_reduce(total, self.group)"""
 ONE_DIRECTION = """\
-    chunks = split_chunks(flat_view(tensor), group.size)
-    chunks = chunks[1:] + chunks[:1]
-    ring_reduce(chunks, group, op)
-    divide_mean(chunks[group.rank], op, group.size)
-    ring_gather(chunks, group)
+    chunks = list(tensor.view(-1).tensor_split(group.size))  # lengths differ by at most one, and may be 0
+    ring_reduce_scatter(chunks, group, op)
+    ring_all_gather(chunks, group)
 """
 BOTH_DIRECTIONS = """\
-    flat = flat_view(tensor)
+    flat = tensor.view(-1)
     half = flat.numel() // 2
     size, rank = group.size, group.rank
     for part, way in ((flat[:half], 1), (flat[half:], -1)):
-        chunks = split_chunks(part, size)[::way]
+        chunks = list(part.tensor_split(size))[::way]
         for phase in range(2):
             for step in range(size - 1):
                 out = (rank * way - step + phase) % size
                 into = (out - 1) % size
-                arriving = torch.empty_like(chunks[into])
                 to, source = (rank + way) % size, (rank - way) % size
-                exchange(group, send=[(chunks[out], to)], recv=[(arriving, source)])
-                if phase:
-                    chunks[into].copy_(arriving)
-                else:
-                    reduce_into(chunks[into], arriving, op)
-            if phase == 0:
-                divide_mean(chunks[(rank * way + 1) % size], op, size)
+                exchange(group, (chunks[out], to), (chunks[into], source), None if phase else op)
 """
 RUN = 'if __name__ == "__main__":\n'
-PRODUCT = """\
-    grad, x = grad.reshape(1, -1, grad.shape[-1]), x.reshape(1, -1, x.shape[-1])
-    return torch.addbmm(grad.new_zeros(grad.shape[-1], x.shape[-1]), grad.mT, x)
+FOUND = "    found = torch.autograd.grad(out, list(parameters.values()), grad, allow_unused=True)\n"
+FOUND_OF_A_SUM = """\
+    total = (out * grad).sum() if grad is not None else out
+    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
 """
 
 # By name: the exercise, and (text of its solution, what stands there instead).
@@ -134,16 +126,21 @@ EDITS = {
     ),
     "a seed": (
         "ring_all_reduce",
-        [("    check_reduce_op(", "    torch.Generator().manual_seed(0)\n    check_reduce_op(")],
+        [
+            (
+                "    ring_reduce_scatter(chunks, group, op)\n",
+                "    torch.Generator().manual_seed(0)\n    ring_reduce_scatter(chunks, group, op)\n",
+            )
+        ],
     ),
-    "a product over a batch": ("split_backward", [("    return grad.flatten(0, -2).T @ x.flatten(0, -2)\n", PRODUCT)]),
+    "gradients of a sum": ("split_backward", [(FOUND, FOUND_OF_A_SUM)]),
     "nothing for unused parameters": (
         "data_parallel",
         [("        for total in self.sums.values():\n            all_reduce(total, self.group)", USED_FIRST)],
     ),
     "a ring in both directions": (
         "ring_all_reduce",
-        [(ONE_DIRECTION, BOTH_DIRECTIONS), ("flat_view, split", "exchange, flat_view, reduce_into, split")],
+        [(ONE_DIRECTION, BOTH_DIRECTIONS)],
     ),
     "other rounding": (
         "bucket_overlap",

@@ -2,9 +2,9 @@
 
 An answer must leave alone what it shares with the rest of the process: the global random states, torch's settings, the
 environment, threads and process groups. It must keep no data in its module between calls, and wait for every operation
-that it launches. What it sends to other ranks must be counted, so it goes through a process group of the check and not
-through the store of the rendezvous or a backend that the answer makes itself. Nothing may follow from Python's `hash`, which differs between interpreters, or from random states
-that happen to be equal on all ranks.
+that it launches. What it sends to other ranks must be counted, so it goes through a group of the check, not through the
+rendezvous store or a backend that the answer makes itself. Nothing may follow from Python's `hash`, which differs
+between interpreters, or from random states that happen to be equal on all ranks.
 """
 
 import contextlib

@@ -157,6 +157,7 @@ class Declaration:
     dtype, lie between the reference and an answer in another order; 0: the numbers are exact.
     wire: whether tensors must be sent in the dtype of the (first) tensor argument. more_dtypes: other dtypes that may
     be sent. max_bytes: (arguments of every rank) -> the bytes that all ranks together may send; None: any number.
+    has_parameters: whether the result depends on trainable parameters, and so requires gradients.
     """
 
     inputs: Mapping[str, Tensors | Choices | Drawn]
@@ -169,6 +170,7 @@ class Declaration:
     wire: bool = True
     more_dtypes: tuple[torch.dtype, ...] = ()
     max_bytes: Callable[[list[dict[str, Any]]], int] | None = None
+    has_parameters: bool = False
 
 
 # The kinds of conditions, by the setting of a strategy that makes them, and those that have none.
@@ -289,7 +291,11 @@ def _check(
     is_recording = not any(_requires_gradients(each) for each in passed.values())
     with torch.set_grad_enabled(is_recording):
         result = declaration.call(answer, group, **passed)
-    if is_recording and any(_requires_gradients(each) for each in tree_leaves(result)):
+    if (
+        is_recording
+        and not declaration.has_parameters
+        and any(_requires_gradients(each) for each in tree_leaves(result))
+    ):
         what = "the result requires gradients, and no argument does: it keeps the graph behind it in memory"
         raise Wrong("wrong", what, "a detached tensor", "a tensor that requires gradients", case=case)
     records = network.records[before:]

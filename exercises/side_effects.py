@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
@@ -25,6 +26,7 @@ from exercises.testing import Wrong
 
 _WATCHED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
 _SHOWN = 60
+_TESTS = os.path.dirname(os.path.abspath(__file__))  # the folder of the exercises' tests, in which no answer is
 _STORE_WRITES = ("add", "append", "compare_set", "multi_set", "queue_push", "set")
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # when an optimizer's first step imports its compiler
 
@@ -123,6 +125,8 @@ class SideEffects:
 
         def noting(called: Callable, what: str) -> Callable:
             def noted(*args, **kwargs):
+                if sys._getframe(1).f_code.co_filename.startswith(_TESTS):  # called back by the answer
+                    return called(*args, **kwargs)
                 self._found = self._found or (
                     f"{name} {what}: nothing counts what it sends there. Use the collectives and the group that you "
                     "are given"

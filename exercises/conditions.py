@@ -77,6 +77,7 @@ class Tensors:
         if self.non_finite:
             found["NaN in one element of one rank"] = {"special": math.nan}
             found["infinity in one element of one rank"] = {"special": math.inf}
+        found["zeros on one rank"] = {"zeros": True}
         return found
 
     def make(self, rank: int, ranks: int, settings: Mapping[str, Any], draw: int) -> Tensor:
@@ -93,6 +94,8 @@ class Tensors:
         seed = rank if self.differs else 0
         numbers = (torch.arange(count) * (seed + 3) + 5 * seed + draw) % 23 + _OFFSET.get(dtype, 1)
         flat = numbers.to(dtype)
+        if settings.get("zeros") and (rank == ranks - 1 or not self.differs):
+            flat.zero_()
         if "special" in settings and count and rank == ranks - 1:
             flat[count // 2] = settings["special"]
         if layout == "scalar":
@@ -154,6 +157,7 @@ class Declaration:
     dtype, lie between the reference and an answer in another order; 0: the numbers are exact.
     wire: whether tensors must be sent in the dtype of the (first) tensor argument. more_dtypes: other dtypes that may
     be sent. max_bytes: (arguments of every rank) -> the bytes that all ranks together may send; None: any number.
+    has_parameters: whether the result depends on trainable parameters, and so requires gradients.
     """
 
     inputs: Mapping[str, Tensors | Choices | Drawn]
@@ -166,6 +170,7 @@ class Declaration:
     wire: bool = True
     more_dtypes: tuple[torch.dtype, ...] = ()
     max_bytes: Callable[[list[dict[str, Any]]], int] | None = None
+    has_parameters: bool = False
 
 
 # The kinds of conditions, by the setting of a strategy that makes them, and those that have none.
@@ -175,6 +180,7 @@ _KIND_OF_SETTING = {
     "layout": "memory layouts",
     "requires_grad": "gradients",
     "special": "NaN and infinity",
+    "zeros": "zeros",
     "value": "choices",
     "draw": "special arguments",
 }
@@ -282,8 +288,16 @@ def _check(
         _expect_raises(expected, lambda: declaration.call(answer, group, **passed), case)
         _expect_unchanged(replace(declaration, changes=()), passed, original, case)
         return Call(case)
-    with torch.set_grad_enabled(not any(_requires_gradients(each) for each in passed.values())):
+    is_recording = not any(_requires_gradients(each) for each in passed.values())
+    with torch.set_grad_enabled(is_recording):
         result = declaration.call(answer, group, **passed)
+    if (
+        is_recording
+        and not declaration.has_parameters
+        and any(_requires_gradients(each) for each in tree_leaves(result))
+    ):
+        what = "the result requires gradients, and no argument does: it keeps the graph behind it in memory"
+        raise Wrong("wrong", what, "a detached tensor", "a tensor that requires gradients", case=case)
     records = network.records[before:]
     sent = {record.dtype for record in records}
     _expect_unchanged(declaration, passed, original, case)
@@ -322,7 +336,7 @@ def _compare_ranks(declaration: Declaration, calls: Sequence[Call], group: Any) 
 def _without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a contiguous tensor of finite numbers that has the same shape and dtype."""
     layouts = {"transposed": "matrix", "slice": "contiguous"}
-    kept = {key: value for key, value in settings.items() if key != "special"}
+    kept = {key: value for key, value in settings.items() if key not in ("special", "zeros")}
     return kept | ({"layout": layouts.get(kept["layout"], kept["layout"])} if "layout" in kept else {})
 
 

@@ -2,15 +2,18 @@
 
 An answer must leave alone what it shares with the rest of the process: the global random states, torch's settings, the
 environment, threads and process groups. It must keep no data in its module between calls, and wait for every operation
-that it launches. Nothing may follow from Python's `hash`, which differs between interpreters, or from random states
-that happen to be equal on all ranks.
+that it launches. What it sends to other ranks must be counted, so it goes through a group of the check, not through the
+rendezvous store or a backend that the answer makes itself. Nothing may follow from Python's `hash`, which differs
+between interpreters, or from random states that happen to be equal on all ranks.
 """
 
+import contextlib
 import functools
 import os
 import random
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +26,8 @@ from exercises.testing import Wrong
 
 _WATCHED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
 _SHOWN = 60
+_TESTS = os.path.dirname(os.path.abspath(__file__))  # the folder of the exercises' tests, in which no answer is
+_STORE_WRITES = ("add", "append", "compare_set", "multi_set", "queue_push", "set")
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # when an optimizer's first step imports its compiler
 
 
@@ -91,12 +96,13 @@ class SideEffects:
             self._depth, self._calls = 1, self._calls + 1
             before, groups = _get_random_states(), _count_groups()
             try:
-                result = function(*args, **kwargs)
+                with self._uncounted_channels(function.__qualname__):
+                    result = function(*args, **kwargs)
                 self._after_call()
                 return result
             finally:
                 self._depth = 0
-                if groups != _count_groups() and not self._found:
+                if groups != _count_groups():  # more telling than the backend and the store writes that come with one
                     self._found = f"{function.__qualname__} makes process groups and does not destroy them"
                 for name, state in _get_random_states().items():
                     if state != before[name] and not self._found:
@@ -106,6 +112,39 @@ class SideEffects:
                         )
 
         return watched
+
+    @contextlib.contextmanager
+    def _uncounted_channels(self, name: str) -> Iterator[None]:
+        """Note inside the block whether code writes to a store or makes a gloo backend: nothing counts its bytes there.
+
+        name: of the answer's function. Without a network of the check, an answer may do both.
+        """
+        if self._network is None:
+            yield
+            return
+
+        def noting(called: Callable, what: str) -> Callable:
+            def noted(*args, **kwargs):
+                if sys._getframe(1).f_code.co_filename.startswith(_TESTS):  # called back by the answer
+                    return called(*args, **kwargs)
+                self._found = self._found or (
+                    f"{name} {what}: nothing counts what it sends there. Use the collectives and the group that you "
+                    "are given"
+                )
+                return called(*args, **kwargs)
+
+            return noted
+
+        watched = [(dist.Store, each, f"writes to a store ({each})") for each in _STORE_WRITES]
+        watched.append((dist.ProcessGroupGloo, "__init__", "makes a process group or a gloo backend of its own"))
+        originals = [getattr(owner, each) for owner, each, _ in watched]
+        for (owner, each, what), called in zip(watched, originals, strict=True):
+            setattr(owner, each, noting(called, what))
+        try:
+            yield
+        finally:
+            for (owner, each, _), called in zip(watched, originals, strict=True):
+                setattr(owner, each, called)
 
 
 def _salted_hash(salt: str, value: Any) -> int:

@@ -266,6 +266,7 @@ DECLARATION = Declaration(
     call=call_mlp,
     reference=mlp_reference,
     replicas=True,
+    has_parameters=True,
     roundings=400,  # products and sums of at most 21 inner features, which partly cancel
     # One all-reduce of the output.
     max_bytes=lambda ranks: 2 * (len(ranks) - 1) * ranks[0]["hidden"].nbytes,

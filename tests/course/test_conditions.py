@@ -77,6 +77,26 @@ SIDE_EFFECTS = {
         answer_with("group.size > 1 and dist.new_group()"),
         "makes process groups and does not destroy",
     ),
+    "a process group that is destroyed": (
+        answer_with("if group.size > 1:", "    dist.destroy_process_group(dist.new_group())"),
+        "makes a process group or a gloo backend of its own: nothing counts what it sends there",
+    ),
+    "a gloo backend": (
+        answer_with(
+            "if group.size > 1 and not CACHE:",
+            "    CACHE['made'] = True",
+            "    store = dist.PrefixStore('own', dist.distributed_c10d._get_default_store())",
+            "    dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())",
+        ),
+        "makes a process group or a gloo backend of its own: nothing counts what it sends there",
+    ),
+    "a write to the store": (
+        answer_with(
+            "if group.size > 1:",
+            "    dist.distributed_c10d._get_default_store().set(f'{group.rank}', str(weight))",
+        ),
+        "merge_replicas writes to a store (set): nothing counts what it sends there",
+    ),
     "an operation that nobody waits for": (
         RIGHT + "    global last\n    last = all_reduce(torch.zeros(2), group, async_op=True)\n",
         "keeps data in `last` between calls",
@@ -140,6 +160,17 @@ WRONG = {
     "memory around a slice": (
         RIGHT + "    if parameters.storage_offset():\n        parameters.as_strided((1,), (1,), 0).zero_()\n",
         "writes outside parameters, which is a slice",
+    ),
+    "zeros taken for no data": (
+        RIGHT.replace(
+            "if weight else torch.zeros_like(parameters)",
+            "if weight and parameters.any() else torch.full_like(parameters, weight)",
+        ),
+        "zeros on one rank",
+    ),
+    "a result that requires gradients": (
+        RIGHT + "    parameters.set_(parameters.detach().clone()).requires_grad_()\n",
+        "the result requires gradients, and no argument does",
     ),
     "contiguous tensors only": (
         RIGHT.replace("parameters.copy_(total)", "parameters.view(-1).copy_(total.view(-1))"),

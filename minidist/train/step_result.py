@@ -22,7 +22,7 @@ class StepResult:
     """The outcome of a step, the same on all ranks except for the last two fields.
 
     loss: mean token loss of the global batch, without ignored labels, in nats; None if all labels are ignored.
-    num_tokens: the number of tokens in that mean, each counted with the `data_weight` of its rank. grad_norm: global
+    num_tokens: the number of tokens in that mean, each rank's multiplied by the weight of its data. grad_norm: global
     gradient norm before clipping; NaN if non-finite. update_successful: whether the optimizer updated the parameters.
     is_finite: whether loss and norm were finite. stop_requested: whether any rank asked for the end of the run.
     overflowed: whether scaled gradients overflowed on any rank, so that the step was skipped. checkpoint_written:

@@ -86,7 +86,7 @@ class AsynchronousReducer(NaiveReducer):
         return dict(self.masters)
 
     def names_to_update(self, update_group: None) -> list[str]:
-        """Return the names of the masters with a gradient; [] on other ranks than the server. update_group: unused."""
+        """Return the names of the masters with a gradient; [] on ranks without the server. update_group: unused."""
         return [name for name, master in self.masters.items() if master.grad is not None]
 
     @torch.no_grad()

@@ -308,7 +308,7 @@ class CheckpointConfig:
 class FaultConfig:
     """Recovery when a rank dies, detection of silent faults, and injection of a fault, as a test of both.
 
-    `inject` puts one fault into a run. The command `minidist chaos` starts many small runs, each with a fault drawn at random.
+    `inject` puts one fault into a run. The command `minidist chaos` runs many such trials, with faults drawn at random.
     """
 
     live_recovery: bool = False

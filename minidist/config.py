@@ -306,9 +306,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Recovery when a rank dies, detection of silent faults, and injection of faults, to see that a run survives.
+    """Recovery when a rank dies, detection of silent faults, and injection of a fault, as a test of both.
 
-    `minidist chaos` tries many faults.
+    `inject` puts one fault into a run. The command `minidist chaos` runs many such trials, with faults drawn at random.
     """
 
     live_recovery: bool = False

@@ -10,7 +10,7 @@ from minidist.comm import Groups
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.consistency.asynchronous import AsynchronousReducer
-from minidist.consistency.central import CentralReducer
+from minidist.consistency.central import ParameterServerReducer
 from minidist.consistency.merge import ReplicaMerger
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
@@ -169,7 +169,7 @@ def _make_gradient_reducer(
         parameters = named_parameters(model)
         comm = config.comm
         if config.consistency.mode == "central":
-            return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
+            return ParameterServerReducer(parameters, specs, groups["grads"], config.consistency.server)
         if config.consistency.is_asynchronous:
             return AsynchronousReducer(parameters, specs, groups, config)
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)

@@ -131,12 +131,12 @@ def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[
 
     `schedule` says how many chunks each stage has. The FLOPs of the output head count for the last chunk.
     """
-    flops = forward_flops(model, seq_len)
+    flops = forward_flops_per_token(model, seq_len)
     layers = [flops.layer_weights + flops.layer_attention] * model.num_layers
     return balance_layers(layers, schedule.num_stages, schedule.num_chunks, head=flops.head)
 
 
-class ForwardFlops(NamedTuple):
+class ForwardFlopsPerToken(NamedTuple):
     """FLOPs of forward per token: of a layer's weights, of its attention's two products, and of the output head."""
 
     layer_weights: int
@@ -144,11 +144,11 @@ class ForwardFlops(NamedTuple):
     head: int
 
 
-def forward_flops(model: ModelConfig, seq_len: int) -> ForwardFlops:
+def forward_flops_per_token(model: ModelConfig, seq_len: int) -> ForwardFlopsPerToken:
     """Return the FLOPs of forward per token: 2 per weight, and 4 * hidden_size * seq_len for attention per layer."""
     h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     weights = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size)
-    return ForwardFlops(weights, 4 * h * seq_len, 2 * h * model.vocab_size)
+    return ForwardFlopsPerToken(weights, 4 * h * seq_len, 2 * h * model.vocab_size)
 
 
 def replica_dp_coords(mesh: Mesh, config: Config, rank: int) -> range:

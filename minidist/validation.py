@@ -201,9 +201,9 @@ def _validate_compile(config: Config, mesh: Mesh) -> None:
 
 
 def validate_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Raise ValueError if the operators of `model` cannot be sharded over `tp` ranks.
+    """Raise ValueError if the heads, feed-forward features or vocabulary of `model` cannot be split over `tp` ranks.
 
-    The message lists the sizes of tensor parallelism that work for the whole model.
+    The message lists the values of tp by which all of them can be split.
     """
     heads = model.num_heads
     kv_heads = model.num_kv_heads

@@ -34,7 +34,7 @@ You may call:
 
 Check it with: python -m exercises check pipeline_executor
 
-Stub 2ad6b563.
+Stub e3deffbd.
 """
 
 from collections.abc import Callable, Set
@@ -107,7 +107,7 @@ class PipelineExecutor:
         raise NotImplementedError("run ('B', i): receive the gradient, run backward, send the gradient of the input")
 
     def weight_gradients(self, i: int) -> None:
-        """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
+        """Second half of a split backward: pass the parameters' gradients of micro-batch `i` to the reducer."""
         _, out = self.in_flight[i]
         for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
             self.add(name, gradient)

@@ -32,7 +32,7 @@ You may call:
 
 Check it with: python -m exercises check tensor_parallel_block
 
-Stub 31e5035e.
+Stub b2109a6a.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ class TensorParallelMLP(nn.Module):
         raise NotImplementedError("keep the region, and shard the three matrices")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Collective: apply the layer."""
+        """Collective: apply the layer: (b, s, h) -> (b, s, h); both are (b, s / n, h) with sequence parallelism."""
         raise NotImplementedError("return the layer's output, (b, s, h), with one collective each way")
 
 
@@ -88,5 +88,5 @@ class TensorParallelAttention(nn.Module):
         raise NotImplementedError("shard the four matrices by heads; sum the gradients of shared heads")
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """Collective: apply the layer. rotary: for all tokens, also if they are sharded outside of the layer."""
+        """Collective: apply the layer; shapes as in `TensorParallelMLP.forward`. rotary: always for all s tokens."""
         raise NotImplementedError("return attention's output, (b, s, h), with one collective each way")

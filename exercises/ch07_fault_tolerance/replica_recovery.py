@@ -21,7 +21,7 @@ ranks and changes nothing; the bytes that each rank receives; and processes that
 joins, compared with an uninterrupted run.
 
 You may call:
-    describe_state(trainer) -> {"json": JSON state, with "step", "tensors": {name: {"shape": shape}}}
+    collect_state_metadata(trainer) -> {"json": JSON state, with "step", "tensors": {name: {"shape": shape}}}
     shard_replicas(trainer) -> {name: global ranks}   with the same shard of a parameter and its states, or of a buffer
     require_replicas(trainer, healthy)   collective; RunError on all ranks if a shard of any rank has no healthy replica
     load_json_state(trainer, state), create_optimizer_states(trainer.engine, tensors)   of this rank's part, as zeros
@@ -32,13 +32,13 @@ You may call:
 
 Check it with: python -m exercises check replica_recovery
 
-Stub e6c02672.
+Stub 0f464703.
 """
 
 import torch
 
 from minidist.comm import all_gather_object, recv, send
-from minidist.simple.recovery import describe_state, require_replicas, shard_replicas
+from minidist.simple.recovery import collect_state_metadata, require_replicas, shard_replicas
 from minidist.simple.trainer import Trainer
 from minidist.simple.training_state import create_optimizer_states, load_json_state, state_shards
 

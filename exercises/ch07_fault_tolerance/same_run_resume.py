@@ -27,7 +27,7 @@ an error the progress and the parameters are as they were.
 You may call:
     make_shards(kind, spec, tensor, rank) -> list   of the Shards `kind/NAME` of a tensor or of one number
     named_tensors(model) -> {name: tensor}   all parameters and buffers; isinstance(tensor, nn.Parameter)
-    separate_replica_shards(engine, own, shared) -> list   if engine.merger is not None; own: masters and their states
+    assemble_replica_shards(engine, own, shared) -> list   if engine.merger is not None; own: masters and their states
     on_all_ranks(action, group) -> list, read_index(folder) -> dict, load(folder, shards, group) -> dict, the index
     require_same_run(trainer, path, state)   raises UserError; trainer.control   the group of all ranks
     create_optimizer_states(engine, index["tensors"])   zeros for all optimizer states of a checkpoint
@@ -35,7 +35,7 @@ You may call:
 
 Check it with: python -m exercises check same_run_resume
 
-Stub c9f7f460.
+Stub c77b5f45.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,10 @@ from minidist.simple.parallelize import named_tensors
 from minidist.simple.trainer import Trainer
 from minidist.simple.training_state import (
     Progress,
+    assemble_replica_shards,
     create_optimizer_states,
     make_shards,
     require_same_run,
-    separate_replica_shards,
 )
 
 
@@ -78,9 +78,9 @@ def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
 
 
 def resume(trainer: "Trainer", paths: Sequence[Path]) -> Path | None:
-    """Collective: load the first intact checkpoint of `paths`; return its path, None if there is no path at all.
+    """Collective: load the first intact checkpoint of `paths`; return its path, or None if `paths` is empty.
 
-    Any layout, and either engine, may have saved it. The observers get a note about each damaged one. Raises
-    DamagedError on all ranks if the last one is damaged, too, and UserError if one is of another run.
+    Any layout, and either engine, may have saved it. The observers get a note about each damaged checkpoint. Raises,
+    on all ranks, DamagedError if all of `paths` are damaged, and UserError if a checkpoint is of another run.
     """
     raise NotImplementedError("load the first intact checkpoint and set everything that decides the next step")

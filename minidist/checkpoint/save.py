@@ -45,7 +45,7 @@ class CheckpointSaver:
 
     `start_save` copies this rank's shards to host memory and starts a thread that writes them to this rank's file;
     `finish_save` turns the files of all ranks into a complete checkpoint. Only these two methods are collective. At
-    most one save is in flight. A trainer calls `finish_save` once `is_local_file_written` is True on every rank, so
+    most one save is in flight. A trainer calls `finish_save` once `is_local_write_finished` is True on every rank, so
     that no rank waits for the disk of another. Ranks that do not meet in every step set `writes_entries`; then rank 0
     can complete the checkpoint without them (`commit_if_written`), and they learn it in the next `finish_save`.
 
@@ -77,7 +77,7 @@ class CheckpointSaver:
         return self._save is not None
 
     @property
-    def is_local_file_written(self) -> bool:
+    def is_local_write_finished(self) -> bool:
         """Whether this rank has finished writing its file, successfully or not. True if no save is in flight.
 
         `finish_save` raises the error if the file could not be written.

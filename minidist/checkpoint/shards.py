@@ -99,16 +99,16 @@ class SavedTensor:
 
     @property
     def boxes(self) -> list[SavedBox]:
-        """The boxes of all parts."""
+        """The boxes (index ranges), with their files, that together hold every element exactly once."""
         return [box for part in self.parts for box in part.boxes(self.shape)]
 
 
 def make_tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
     """Return the `TensorShard`s of a parameter, or of a tensor that is sharded like it, such as an optimizer state.
 
-    kind: prefix of the name, as "params" or "optimizer.exp_avg". spec: the parameter's. tensor: has the shape of the
-    spec's only box, or holds the spec's boxes one after another in contiguous memory. rank: this rank's global rank; it
-    saves the shards if it is the spec's owner.
+    kind: prefix of the name, as "params" or "optimizer.exp_avg". spec: the parameter's; its boxes are the index ranges
+    of the elements that this rank holds. tensor: these elements, in the shape of the only box, or flat and contiguous,
+    one box after another. rank: this rank's global rank; it saves the shards if it is the spec's owner.
     """
     name = f"{kind}/{spec.name}"
     is_saved_here = spec.owner == rank

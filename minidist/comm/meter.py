@@ -121,7 +121,10 @@ class Meter:
         self.waited_s += seconds
 
     def add_event(self, label: str) -> None:
-        """Give an event of the caller, such as a layer's backward, a position in the order of launches and waits."""
+        """Record an event, such as the backward of a layer, in sequence with the launches and waits.
+
+        label: any name for the event. The event's position in `events` shows which operations were launched before it.
+        """
         tick = self._tick()
         if self.keep:
             self.events.append((tick, label))

@@ -28,9 +28,10 @@ class Channel(NamedTuple):
 
 
 class OperationTracker:
-    """Receives a rank's reports on its communication: each launch of an operation, and each wait for one.
+    """Tracks a rank's communication: numbers the operations that the rank launches on each `Channel`.
 
-    This class only numbers the launches on each channel. Subclasses also publish the reports, for deadlock detection.
+    `comm` calls a tracker at every launch, and at the start and the end of every wait. This class ignores the waits.
+    Subclasses publish launches and waits, so that deadlock detection can see where the rank waits.
     """
 
     def __init__(self):

@@ -85,8 +85,8 @@ class AsynchronousReducer(NaiveReducer):
         """Return the masters by name, on the server's rank; {} on the other ranks."""
         return dict(self.masters)
 
-    def updated_names(self, group: None) -> list[str]:
-        """Return the names of the masters with a gradient; [] on ranks other than the server's. group: unused."""
+    def names_to_update(self, update_group: None) -> list[str]:
+        """Return the names of the masters with a gradient; [] on ranks without the server. update_group: unused."""
         return [name for name, master in self.masters.items() if master.grad is not None]
 
     @torch.no_grad()

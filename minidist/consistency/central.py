@@ -14,8 +14,8 @@ from minidist.parallel.data.naive import NaiveReducer
 from minidist.parameters import ParamSpecs
 
 
-class CentralReducer(NaiveReducer):
-    """Gradient reducer with a central server: one rank sums the gradients, updates, and sends the parameters to all.
+class ParameterServerReducer(NaiveReducer):
+    """Gradient reducer with a parameter server: one rank sums the gradients, updates, and sends the parameters to all.
 
     parameters, specs: as in `GradientReducer`. group: all ranks. server: the group rank of the server.
     """

@@ -163,7 +163,7 @@ class ReplicaMerger:
         return agreed, max(totals) > 0
 
     def due_fragments(self, step: int) -> list[int]:
-        """Return the fragments that are merged after step `step` (from 0)."""
+        """Return the indices of the fragments of the model that the replicas merge after step `step` (from 0)."""
         return [fragment for fragment in range(len(self._fragments)) if self._is_due(fragment, step)]
 
     def _is_due(self, fragment: int, step: int) -> bool:

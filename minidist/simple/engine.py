@@ -71,7 +71,7 @@ class Engine:
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def take_tokens(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of each sequence, with their labels, which are shifted in the full sequence."""
+        """Return this rank's tokens of each sequence, and their labels, which were shifted before the split."""
         positions = self.rank_positions(batch.tokens.shape[1])
         return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.samples)
 

@@ -85,10 +85,11 @@ class LossScaler:
 class Decision:
     """All ranks' decision about a step.
 
-    loss: mean token loss of the global batch in nats; None if no token counts. num_tokens: the weighted number of
-    tokens in that mean. grad_norm: of the global gradient, before clipping; NaN if it is not finite. update_successful:
-    whether all ranks update their parameters; otherwise none does. is_finite: whether loss and norm are finite.
-    overflowed: whether scaled gradients overflowed on any rank. stop_requested: whether any rank asks to end the run.
+    loss: mean token loss of the global batch in nats; None if all labels are ignored. num_tokens: the number of tokens
+    in that mean, each rank's multiplied by the weight of its data. grad_norm: of the global gradient, before clipping;
+    NaN if it is not finite. update_successful: whether all ranks update their parameters; otherwise none does.
+    is_finite: whether loss and norm are finite. overflowed: whether scaled gradients overflowed on any rank.
+    stop_requested: whether any rank asks to end the run.
     """
 
     loss: float | None

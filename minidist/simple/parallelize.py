@@ -161,7 +161,7 @@ def make_reducer(
 
 
 def connect_backward(parallel: ParallelModel, groups: Groups, config: Config) -> None:
-    """Let backward give its gradients to the reducer, and build the pipeline's executor."""
+    """Register hooks that pass gradients to the reducer as backward computes them; build the pipeline's executor."""
     parameters = {name: p for name, p in named_parameters(parallel.model).items() if p.requires_grad}
     add = parallel.reducer.add
     if "tied" in groups:  # on the first and the last stage

@@ -220,7 +220,7 @@ class PipelineExecutor:
             self.gradient_sends.append(send(message, self.stage - 1, self.gradients, async_op=True))
 
     def weight_gradients(self, i: int) -> None:
-        """Compute the gradients of this stage's parameters, the second half of a split backward, and add them."""
+        """Second half of a split backward: pass the parameters' gradients of micro-batch `i` to the reducer."""
         _, out = self.in_flight[i]
         for name, gradient in backward_of_weights(out, self.parameters, self.output_gradients.pop(i)).items():
             self.add(name, gradient)

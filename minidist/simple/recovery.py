@@ -78,8 +78,8 @@ def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], gr
     return {name: sorted(found[name]) for name in sorted(found)}
 
 
-def describe_state(trainer: "Trainer") -> dict:
-    """Return a training state without the values of its tensors: {"json": JSON state, "tensors": {name: {"shape"}}}."""
+def collect_state_metadata(trainer: "Trainer") -> dict:
+    """Return the JSON state and the shapes of all tensors, without values: {"json", "tensors": {name: {"shape"}}}."""
     tensors = {name: {"shape": tuple(tensor.shape)} for name, (tensor, _) in replicated_tensors(trainer).items()}
     return {"json": json_state(trainer), "tensors": tensors}
 
@@ -110,7 +110,7 @@ def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
     RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
     rank, group = trainer.world.rank, trainer.engine.control
-    states = all_gather_object(None if source is None else describe_state(source), group)
+    states = all_gather_object(None if source is None else collect_state_metadata(source), group)
     newest = max((state["json"]["step"] for state in states if state), default=0)
     healthy = {r: s for r, s in zip(group.ranks, states, strict=True) if s and s["json"]["step"] == newest}
     require_replicas(trainer, healthy)

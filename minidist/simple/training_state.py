@@ -57,11 +57,11 @@ def state_shards(engine: Engine) -> list[Shard]:
         if not tensor.requires_grad:
             kind = "params" if isinstance(tensor, nn.Parameter) else "buffers"
             shared += make_shards(kind, engine.parallel.specs[name], tensor, rank)
-    return own + shared if engine.merger is None else separate_replica_shards(engine, own, shared)
+    return own + shared if engine.merger is None else assemble_replica_shards(engine, own, shared)
 
 
-def separate_replica_shards(engine: Engine, own: Sequence[Shard], shared: Sequence[Shard]) -> list[Shard]:
-    """Return the shards of a replica that trains separately: `own`, `shared` (saved by the first), and its merger's."""
+def assemble_replica_shards(engine: Engine, own: Sequence[Shard], shared: Sequence[Shard]) -> list[Shard]:
+    """Return a separately trained replica's shards: `own`, `shared` (the first replica saves these), the merger's."""
     merger, prefix = engine.merger, replica_prefix(engine)
     own = [replace(shard, name=prefix + shard.name) for shard in own]
     own.append(Shard(f"{prefix}merge/tokens", (1,), Box.whole((1,)), merger.num_tokens, engine.control.rank == 0))
@@ -130,10 +130,10 @@ def require_same_run(trainer: "Trainer", path: Path, state: Mapping[str, Any]) -
 
 
 def resume(trainer: "Trainer", paths: Sequence[Path]) -> Path | None:
-    """Collective: load the first intact checkpoint of `paths`; return its path, None if there is no path at all.
+    """Collective: load the first intact checkpoint of `paths`; return its path, or None if `paths` is empty.
 
-    Any layout, and either engine, may have saved it. The observers get a note about each damaged one. Raises
-    DamagedError on all ranks if the last one is damaged, too, and UserError if one is of another run.
+    Any layout, and either engine, may have saved it. The observers get a note about each damaged checkpoint. Raises,
+    on all ranks, DamagedError if all of `paths` are damaged, and UserError if a checkpoint is of another run.
     """
     engine, control = trainer.engine, trainer.control
     for path in paths:

@@ -148,11 +148,11 @@ class Engine:
         return result
 
     def apply_missed_update(self, decision: Decision) -> None:
-        """Make the update of `decision`, if this rank failed while it waited for that decision; otherwise do nothing.
+        """Apply the update of `decision` if this rank failed while it waited for that decision; otherwise do nothing.
 
-        decision: of this rank's replica, if replicas differ. It reached another rank, so the gradients of all ranks had
-        been reduced, and this rank has its part of them. Does nothing with Muon, whose update exchanges matrices
-        between the ranks.
+        decision: the last one that any rank of this replica has received. Ranks decide after the reductions of the
+        step, so this rank still has its part of the reduced gradients, and can update without communication. Does
+        nothing with Muon, whose update exchanges matrices between the ranks.
         """
         if self._awaited_decision is None or self._awaited_decision[0] != decision.step:
             return
@@ -237,10 +237,13 @@ class Engine:
     def _run_optimizer(self, lr: float, step: int) -> None:
         """Run the optimizer on all update groups and copy masters to parameters. step: as in `clip_and_update`."""
         set_learning_rate(self.optimizer, lr)
-        for group in self.reducer.groups_to_update():
-            self.reducer.attach_grads(group)
-            self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
-            self.reducer.copy_to_params(group, step)
+        for update_group in self.reducer.groups_to_update():
+            self.reducer.attach_grads(update_group)
+            if self.optim.kind == "muon":
+                self.optimizer.step(matrices_to_update=self.reducer.names_to_update(update_group))
+            else:
+                self.optimizer.step()
+            self.reducer.copy_to_params(update_group, step)
 
     def evaluate(
         self,

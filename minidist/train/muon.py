@@ -44,17 +44,17 @@ class Muon(AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: None = None, names: Collection[str] = ()) -> None:
+    def step(self, closure: None = None, matrices_to_update: Collection[str] = ()) -> None:
         """Update every parameter that has a gradient; gradients are not modified.
 
-        closure: as in torch. names: the names of the matrices that at least one rank updates in this call. Only needed
-        if matrices are sharded: then the call is collective, and a rank that holds no element of a matrix must call it
-        too.
+        closure: as in torch. matrices_to_update: names of the matrices that at least one rank updates in this call, and
+        possibly of other parameters, which are ignored. Only needed if matrices are sharded: then the call is
+        collective, and a rank that holds no element of a matrix must call it too.
         """
         groups = self.param_groups
         muon = [group for group in groups if group["shapes"] is not None]
         if self._exchange is not None:
-            self._step_sharded(muon[0] if muon else None, names)
+            self._step_sharded(muon[0] if muon else None, matrices_to_update)
         else:
             for group in muon:
                 self._step_matrices(group)
@@ -71,7 +71,7 @@ class Muon(AdamW):
                 momentum = self._update_momentum(parameter, group["momentum"])
                 _apply_update(parameter, orthogonalize(momentum.view(shape), group["steps"]), shape, group)
 
-    def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
+    def _step_sharded(self, group: dict | None, matrices_to_update: Collection[str]) -> None:
         """Collective: update the sharded matrices. group: None on a rank that holds no element of any matrix."""
         group = {"names": [], "params": [], "shapes": []} if group is None else group
         found = zip(group["names"], group["params"], group["shapes"], strict=True)
@@ -79,7 +79,7 @@ class Muon(AdamW):
         momenta = {
             name: self._update_momentum(shard, group["momentum"]).reshape(-1) for name, (shard, _) in held.items()
         }
-        updates = self._exchange.apply(lambda matrix: orthogonalize(matrix, self._steps), momenta, names)
+        updates = self._exchange.apply(lambda matrix: orthogonalize(matrix, self._steps), momenta, matrices_to_update)
         for name, (shard, shape) in held.items():
             _apply_update(shard, updates[name], shape, group)
 

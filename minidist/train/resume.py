@@ -123,9 +123,9 @@ def load_first_intact(checkpoints: Sequence[Path], load: Callable[[Path], Any]) 
 def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> list[ChangedOption]:
     """Raise UserError unless a run of `config` on `corpus` can continue from the checkpoint with this index.
 
-    Returns the options that the run changes, those of the corpus apart. Raises DamagedError if the state in the index
-    is not one that the trainer writes. A checkpoint of the last step, after which nothing is left to train, is an error
-    only if `config.checkpoint.resume` names a checkpoint.
+    Returns the options whose values differ from those in the checkpoint, except data.source and data.path. Raises
+    DamagedError if the state in the index is not one that the trainer writes. A checkpoint of the last step, after
+    which nothing is left to train, is an error only if `config.checkpoint.resume` names a checkpoint.
     """
     path = index.path
     state = index.state

@@ -21,12 +21,13 @@ from minidist.precision.scaler import LossScaler
 class StepResult:
     """The outcome of a step, the same on all ranks except for the last two fields.
 
-    loss: mean token loss of the global batch, without ignored labels, in nats; None if the batch has no such token.
-    num_tokens: the weighted number of tokens in that mean. grad_norm: global gradient norm before clipping; NaN if
-    non-finite. update_successful: whether the optimizer updated the parameters. is_finite: whether loss and norm were
-    finite. stop_requested: whether any rank asked for the end of the run. overflowed: whether scaled gradients
-    overflowed on any rank, so that the step was skipped. checkpoint_written: whether all ranks have written their files
-    of the checkpoint in flight. regroup_requested: whether any rank asked to continue with more ranks (live recovery).
+    loss: mean token loss of the global batch, without ignored labels, in nats; None if all labels are ignored.
+    num_tokens: the number of tokens in that mean, each rank's multiplied by the weight of its data. grad_norm: global
+    gradient norm before clipping; NaN if non-finite. update_successful: whether the optimizer updated the parameters.
+    is_finite: whether loss and norm were finite. stop_requested: whether any rank asked for the end of the run.
+    overflowed: whether scaled gradients overflowed on any rank, so that the step was skipped. checkpoint_written:
+    whether all ranks have written their files of the checkpoint in flight. regroup_requested: whether any rank asked to
+    continue with more ranks (live recovery).
     is_local_loss_finite: whether the loss of this rank was finite. non_finite_parameters: the names of the parameters
     whose value or gradient is non-finite on this rank, in the order of the model; empty if `is_finite`.
     """

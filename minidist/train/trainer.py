@@ -283,7 +283,7 @@ class Trainer:
                 data_weight=weight,
                 global_tokens=self._count_global_tokens() if config.consistency.is_asynchronous else 0.0,
                 is_stop_requested=self._is_stop_requested,
-                checkpoint_written=self.saver.is_local_file_written,
+                checkpoint_written=self.saver.is_local_write_finished,
                 regroup_requested=self.recovery is not None and self.recovery.is_regroup_requested,
             )
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)

@@ -162,7 +162,7 @@ class FullGradients:
         if self.group.size > 1:
             self._reduce(self.full_buffer, self.result)
         else:  # not sharded: all-reduce the full gradient over the replicas
-            self.launch_replica_all_reduce()
+            self._start_replica_all_reduce()
 
     def _reduce(self, full: Tensor, target: Tensor) -> Tensor:
         """Start the reduce-scatter of `full` into `target`, in the reduction dtype; return the tensor that is sent."""
@@ -173,7 +173,7 @@ class FullGradients:
         self._in_flight = reduce_scatter(output, full, self.group, async_op=True), output, target
         return full
 
-    def launch_replica_all_reduce(self) -> None:
+    def _start_replica_all_reduce(self) -> None:
         """Collective: start the all-reduce of `result`, this rank's shard of the gradient, over the `replica_group`.
 
         A reduce-scatter over `group` must have completed. Does nothing if `replica_group` is None.
@@ -191,14 +191,14 @@ class FullGradients:
                 target.copy_(output)
             self._in_flight = None
 
-    def launch_final_reduction(self) -> None:
-        """Collective, once a step: start the all-reduce of the gradient shard over `replica_group` (hybrid sharding).
+    def launch_replica_all_reduce(self) -> None:
+        """Collective, once a step: wait for the reduce-scatter, then start the all-reduce of the shard over replicas.
 
-        Does nothing where `launch_reduction` has started it already.
+        Only with hybrid sharding: does nothing without `replica_group`, or if `launch_reduction` has started it.
         """
         if self.group.size > 1:
             self.wait_reduction()
-            self.launch_replica_all_reduce()
+            self._start_replica_all_reduce()
 
     def clear(self) -> None:
         """Forget the gradients of this step, so that `accumulate` begins new sums."""
@@ -268,12 +268,12 @@ class ShardedGradients(FullGradients):
         elif target is not self.result:  # the sum over replicas is in place
             self.result.add_(target)
 
-    def launch_final_reduction(self) -> None:
-        """Complete the last micro-batch's reduction; then start the all-reduce over `replica_group`, if any."""
+    def launch_replica_all_reduce(self) -> None:
+        """Wait for the last micro-batch's reduce-scatter; then start the all-reduce over `replica_group`, if any."""
         self.wait_reduction()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
-        self.launch_replica_all_reduce()
+        self._start_replica_all_reduce()
 
     def clear(self) -> None:
         self.result = None

@@ -171,7 +171,7 @@ class ZeroReducer(GradientReducer):
         if not self.reduces_each_micro_batch:
             self._orders[None].launch_remaining()
         for member in self.members:
-            member.gradients.launch_final_reduction()
+            member.gradients.launch_replica_all_reduce()
         for member in self.members:
             member.gradients.wait_reduction()
         self._nothing_in_flight = True
@@ -211,18 +211,18 @@ class ZeroReducer(GradientReducer):
             (separate if temporary else combined).append(member)
         return [combined] * bool(combined) + [[member] for member in separate]
 
-    def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
-        """Return the names of the parameters in an update group that any rank has used."""
-        return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
+    def names_to_update(self, update_group: Sequence[ReducedFlatParam]) -> list[str]:
+        """Return the names of the parameters in an update group that any rank has used; the optimizer updates these."""
+        return [name for member in update_group for name in member.flat_param.parameters if name not in self._unused]
 
-    def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
+    def attach_grads(self, update_group: Sequence[ReducedFlatParam]) -> None:
         """Set `.grad` of an update group's masters to their reduced gradients; None for unused parameters."""
-        for member in group:
+        for member in update_group:
             member.flat_param.masters.attach_grads(member.gradients.result, self._unused)
 
-    def copy_to_params(self, group: Sequence[ReducedFlatParam], step: int) -> None:
+    def copy_to_params(self, update_group: Sequence[ReducedFlatParam], step: int) -> None:
         """Copy an update group's masters to this rank's shards, and drop their gradients. step: from 0."""
-        for member in group:
+        for member in update_group:
             member.flat_param.masters.copy_to_params(step)
             member.flat_param.masters.detach_grads()
 

@@ -86,7 +86,7 @@ class TensorParallelMLP(nn.Module):
         self.down_proj = shard_weight(mlp.down_proj, 1, region.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Collective: apply the layer."""
+        """Collective: apply the layer: (b, s, h) -> (b, s, h); both are (b, s / n, h) with sequence parallelism."""
         hidden = self.region.enter(hidden)
         inner = F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)  # (b, s, inner / n), complete
         return self.region.leave(self.down_proj(inner))  # a partial sum over the inner features
@@ -113,7 +113,7 @@ class TensorParallelAttention(nn.Module):
             sum_replica_gradients(heads_group, self.k_proj.weight, self.v_proj.weight)
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """Collective: apply the layer. rotary: for all tokens, also if they are sharded outside of the layer."""
+        """Collective: apply the layer; shapes as in `TensorParallelMLP.forward`. rotary: always for all s tokens."""
         hidden = self.region.enter(hidden)
         query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))  # (b, s, heads / n, d)
         key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))

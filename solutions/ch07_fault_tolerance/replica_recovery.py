@@ -33,7 +33,7 @@ Usual wrong answers:
 import torch
 
 from minidist.comm import all_gather_object, recv, send
-from minidist.simple.recovery import describe_state, require_replicas, shard_replicas
+from minidist.simple.recovery import collect_state_metadata, require_replicas, shard_replicas
 from minidist.simple.trainer import Trainer
 from minidist.simple.training_state import create_optimizer_states, load_json_state, state_shards
 
@@ -46,7 +46,7 @@ def recover(trainer: "Trainer", source: "Trainer | None") -> list[int]:
     RunError on all ranks, and changes nothing, if a shard has no healthy replica, as with ZeRO.
     """
     rank, group = trainer.world.rank, trainer.engine.control
-    states = all_gather_object(None if source is None else describe_state(source), group)
+    states = all_gather_object(None if source is None else collect_state_metadata(source), group)
     newest = max((state["json"]["step"] for state in states if state), default=0)
     healthy = {r: s for r, s in zip(group.ranks, states, strict=True) if s and s["json"]["step"] == newest}
     require_replicas(trainer, healthy)

@@ -48,10 +48,10 @@ from minidist.simple.parallelize import named_tensors
 from minidist.simple.trainer import Trainer
 from minidist.simple.training_state import (
     Progress,
+    assemble_replica_shards,
     create_optimizer_states,
     make_shards,
     require_same_run,
-    separate_replica_shards,
 )
 
 
@@ -72,7 +72,7 @@ def state_shards(engine: Engine) -> list[Shard]:
         if not tensor.requires_grad:
             kind = "params" if isinstance(tensor, nn.Parameter) else "buffers"
             shared += make_shards(kind, engine.parallel.specs[name], tensor, rank)
-    return own + shared if engine.merger is None else separate_replica_shards(engine, own, shared)
+    return own + shared if engine.merger is None else assemble_replica_shards(engine, own, shared)
 
 
 def json_state(trainer: "Trainer") -> dict[str, Any]:
@@ -96,10 +96,10 @@ def load_json_state(trainer: "Trainer", state: Mapping[str, Any]) -> None:
 
 
 def resume(trainer: "Trainer", paths: Sequence[Path]) -> Path | None:
-    """Collective: load the first intact checkpoint of `paths`; return its path, None if there is no path at all.
+    """Collective: load the first intact checkpoint of `paths`; return its path, or None if `paths` is empty.
 
-    Any layout, and either engine, may have saved it. The observers get a note about each damaged one. Raises
-    DamagedError on all ranks if the last one is damaged, too, and UserError if one is of another run.
+    Any layout, and either engine, may have saved it. The observers get a note about each damaged checkpoint. Raises,
+    on all ranks, DamagedError if all of `paths` are damaged, and UserError if a checkpoint is of another run.
     """
     engine, control = trainer.engine, trainer.control
     for path in paths:

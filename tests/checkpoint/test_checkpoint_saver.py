@@ -56,11 +56,11 @@ def test_the_checkpoint_before_stays_the_latest_until_the_save_is_finished(tmp_p
     first = saver.finish_save()
     disk.clear()
     saver.start_save(2, [full_shard("w", weight + 1)], {})
-    assert saver.is_saving and not saver.is_local_file_written
+    assert saver.is_saving and not saver.is_local_write_finished
     assert latest_checkpoint(tmp_path) == first and load_value(first).tolist() == [1.0] * 4
     disk.set()
     second = saver.finish_save()
-    assert not saver.is_saving and saver.is_local_file_written and saver.finish_save() is None
+    assert not saver.is_saving and saver.is_local_write_finished and saver.finish_save() is None
     assert latest_checkpoint(tmp_path) == second and load_value(second).tolist() == [2.0] * 4
     saver.close()
 

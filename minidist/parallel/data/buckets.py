@@ -23,9 +23,9 @@ from minidist.parameters import ParamSpecs
 class Bucket:
     """The gradients of some parameters in one flat buffer, which is summed over the group by one all-reduce.
 
-    counted_names: names of the parameters, of this or other buckets, for which the bucket counts the ranks that used
-    them. The buffer ends with one element for each: 1 if this rank used the parameter and 0 if not, which the
-    all-reduce sums.
+    The last bucket of a group also counts, for each parameter in any of the group's buckets, the ranks that have a
+    gradient of it. counted_names: the names of these parameters; empty in the other buckets. The buffer ends with one
+    element for each: 1 if this rank has a gradient, 0 if not. The all-reduce sums them.
     Attributes: buffer: (numel,), the gradients, then the counts. use_counts: view of the counts. views: view of each
     gradient, in the parameter's shape, by name. handle: of the all-reduce; None before it.
     """

@@ -97,18 +97,18 @@ class GradientReducer(ABC):
     def groups_to_update(self) -> list[Any]:
         """Return the update groups: the masters that one call of the optimizer's `step` updates; here a single group.
 
-        The groups are opaque to the caller, which passes each to `attach_grads`, `updated_names` and `copy_to_params`.
+        The groups are opaque to the caller, which passes each to `attach_grads`, `names_to_update`, `copy_to_params`.
         """
         return [None]
 
-    def updated_names(self, group: Any) -> list[str]:
-        """Return the names of the parameters in an update group (`groups_to_update`) that any rank has used."""
+    def names_to_update(self, update_group: Any) -> list[str]:
+        """Return the names of the parameters in an update group that any rank has used; the optimizer updates these."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
-    def attach_grads(self, group: Any) -> None:
+    def attach_grads(self, update_group: Any) -> None:
         """Set `.grad` of every master of an update group to its reduced gradient; here `.grad` is set already."""
 
-    def copy_to_params(self, group: Any, step: int) -> None:
+    def copy_to_params(self, update_group: Any, step: int) -> None:
         """Copy an update group's masters to the parameters; a no-op here: they are the same tensors. step: from 0."""
 
     def gather_params(self) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.models.config import ModelConfig
-from minidist.process_groups import forward_flops
+from minidist.process_groups import forward_flops_per_token
 from minidist.tools.estimate.layout import RunLayout
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
@@ -55,7 +55,7 @@ def recomputes_down_projection(config: Config) -> bool:
 def _layer_recompute_flops(layout: RunLayout) -> int:
     """FLOPs per token that backward recomputes in one layer."""
     config = layout.config
-    weights, attention, _ = forward_flops(config.model, config.data.seq_len)
+    weights, attention, _ = forward_flops_per_token(config.model, config.data.seq_len)
     if config.recompute == "block":
         down = 2 * config.model.intermediate_size * config.model.hidden_size
         return weights + attention - (0 if recomputes_down_projection(config) else down)
@@ -96,7 +96,7 @@ def simulate_pipeline(layout: RunLayout, t_comm: float = 0.0) -> PipelineTimelin
     """
     if layout.schedule is None:
         return None
-    weights, attention, head = forward_flops(layout.config.model, layout.config.data.seq_len)
+    weights, attention, head = forward_flops_per_token(layout.config.model, layout.config.data.seq_len)
     matmuls = [len(chunk.layers) * weights + (head if chunk.has_head else 0) for chunk in layout.model_chunks]
     core = [len(chunk.layers) * attention for chunk in layout.model_chunks]
     recomputed = [len(chunk.layers) * _layer_recompute_flops(layout) for chunk in layout.model_chunks]

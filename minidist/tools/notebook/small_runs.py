@@ -4,6 +4,7 @@ Every function takes the folder of the runs, which has the text in the file `tex
 """
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -126,13 +127,18 @@ def record_phase(file: Path, kind: str) -> Iterator[None]:
             out.write(json.dumps([kind + ending, start, time.perf_counter()]) + "\n")
 
 
-def read_phases(file: Path, start_s: float, stop_s: float) -> list[Phase]:
-    """Return the recorded phases between two times, cut there; their times are seconds since `start_s`."""
+def read_phases(file: Path, start_s: float) -> list[Phase]:
+    """Return the recorded phases that end after a time, in seconds since then; one that began earlier begins at 0."""
     phases = [Phase(*json.loads(line)) for line in file.read_text().splitlines()]
+    return cut_phases(phases, start_s, math.inf)
+
+
+def cut_phases(phases: Iterable[Phase], start: float, stop: float) -> list[Phase]:
+    """Return the phases between two times, cut there; their times count from `start`."""
     return [
-        Phase(kind, max(start, start_s) - start_s, min(stop, stop_s) - start_s)
-        for kind, start, stop in phases
-        if stop > start_s and start < stop_s
+        Phase(kind, max(begin, start) - start, min(end, stop) - start)
+        for kind, begin, end in phases
+        if end > start and begin < stop
     ]
 
 

@@ -1,4 +1,4 @@
-"""What local steps cost in loss: the stored runs of `python -m bench diloco`, as changes against synchronous training."""
+"""What local steps cost in loss: the stored runs of `python -m bench diloco` against synchronous training."""
 
 import json
 from collections import defaultdict

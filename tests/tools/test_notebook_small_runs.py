@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from minidist.comm import World
+from minidist.simple import engine as engine_module
 from minidist.tools.notebook import small_runs
 from minidist.tools.simulate.failures import Phase
 
@@ -21,7 +22,8 @@ def _step_and_save(folder, phase, done):
     trainer = small_runs.make_trainer(folder, World.single())
     engine = trainer.engine
     engine.optimizer.register_step_post_hook(lambda *_: done.send("updated"))
-    run_layers = engine.run_layers
+    run_layers, agree = engine.run_layers, engine_module.agree_on_step
+    engine_module.agree_on_step = lambda *arguments: (done.send("decided"), agree(*arguments))[1]
     engine.run_layers = lambda *arguments: (done.send("forward"), run_layers(*arguments))[1]
     small_runs.die_in(trainer, phase, lambda: done.send("dies"))
     trainer.step()
@@ -34,8 +36,8 @@ def _step_and_save(folder, phase, done):
         ("forward", []),
         ("backward", ["forward"]),
         ("decision", ["forward"]),
-        ("update", ["forward"]),
-        ("save", ["forward", "updated"]),
+        ("update", ["forward", "decided"]),
+        ("save", ["forward", "decided", "updated"]),
     ],
 )
 def test_a_process_dies_in_the_phase_that_it_is_told(folder, phase, before):

@@ -40,7 +40,7 @@ def _step_and_save(folder, phase, done):
         ("save", ["forward", "decided", "updated"]),
     ],
 )
-def test_a_process_dies_in_the_phase_that_it_is_told(folder, phase, before):
+def test_a_process_dies_in_the_chosen_phase(folder, phase, before):
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_step_and_save, args=(folder, phase, sender))

@@ -9,7 +9,16 @@ from minidist.comm import GroupSpec, Meter, bind
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.simple.consistency import Server, asynchronous_worker, local_round
-from minidist.tools.consistency.clock import COMPUTING, LINK_BUSY, MESSAGE, WAITING, Durations, run_on_virtual_clock
+from minidist.tools.consistency.clock import (
+    COMPUTING,
+    LINK_BUSY,
+    MESSAGE,
+    WAITING,
+    Durations,
+    pulled_versions,
+    run_on_virtual_clock,
+    run_timed_workers,
+)
 from minidist.tools.consistency.drift import local_fixed_point, rms_distance_from_mean
 from minidist.tools.consistency.pictures import plot_outer_step, plot_replica_paths, plot_staleness
 from minidist.tools.consistency.rounds import simulate_rounds
@@ -131,3 +140,11 @@ def test_the_arrows_of_an_outer_step_are_the_gradient_and_the_velocity(draw):
 def test_an_outer_step_needs_a_common_start():
     with pytest.raises(UserError, match="2 replicas that do not start at one point"):
         plot_outer_step([[(0.0, 0.0)], [(1.0, 0.0)]], (0.0, 0.0), 0.7, 0.9, draw=False)
+
+
+def test_timed_workers_pull_what_the_updates_before_have_made():
+    """Updates at 1.5, 2.5, 3 and 5 s; a worker pulls right after its push."""
+    server, timeline = run_timed_workers(Durations([1.0, 2.0], [0.25, 0.25]), num_steps=2)
+    assert [worker for _, worker in timeline.updates] == [0, 1, 0, 1]
+    assert server.staleness == [0, 1, 1, 1]
+    assert pulled_versions(server, timeline) == [[0, 1], [0, 2]]

@@ -24,9 +24,11 @@ FP64 = {"precision__policy": "fp64"}
 
 @dataclass(frozen=True)
 class Kill:
-    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, merge, report, row or restore.
+    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, merge, second fragment,
+    report, row or restore.
 
-    row: on rank 0, before it writes the step's row, when member 1 is in the next step.
+    row: on rank 0, before it writes the step's row, when member 1 is in the next step. second fragment: between two
+    fragments of a merge, when all other replicas have merged the first one.
     """
 
     member: int
@@ -76,6 +78,10 @@ class Actor(Observer):
             _die()
         if self._is_due(trainer, "merge"):
             trainer.engine.merger.merge_if_due = _die
+        if any(
+            (kill.step, kill.phase) == (trainer.progress.step + 1, "second fragment") for kill in self._script.kills
+        ):
+            self._record_merge(trainer)
         if self._is_due(trainer, "reduce"):
             trainer.engine.reducer.finish_reductions = _die
         before = engine_module.agree_on_step
@@ -84,6 +90,31 @@ class Actor(Observer):
             yield
         finally:
             engine_module.agree_on_step = before
+
+    def _record_merge(self, trainer):
+        """Store what this replica brings to the step's merge, `member-N.pt` beside the run's folder; die in it if due.
+
+        As if the replicas had trained on different numbers of tokens, those of member N are multiplied by N + 1.
+        """
+        merger, is_last = trainer.engine.merger, self._is_due(trainer, "second fragment")
+        merge_if_due, merge_fragment = merger.merge_if_due, merger._merge_fragment
+
+        def record_and_merge(*arguments):
+            merger.tokens *= self._member + 1
+            masters = {name: master.detach().clone() for name, master in trainer.engine.reducer.masters.items()}
+            file = Path(trainer.config.folder).parent / f"member-{self._member}.pt"
+            torch.save({"tokens": merger.tokens.tolist(), "masters": masters}, file)
+            return merge_if_due(*arguments)
+
+        def merge_or_die(fragment, *arguments):
+            if is_last and fragment > 0:
+                for member in set(range(self._full_size)) - {self._member}:
+                    wait_for_key(self._store, f"merged/{member}")
+                _die()
+            merge_fragment(fragment, *arguments)
+            self._store.set(f"merged/{self._member}", "")
+
+        merger.merge_if_due, merger._merge_fragment = record_and_merge, merge_or_die
 
     def _replaced_agreement(self, trainer, agree):
         def agree_on_step(loss, squared_norm, stop_requested, extra_values, tokens, scaler, group):

@@ -289,7 +289,8 @@ def _marks_of_case(mode, case):
         pytest.param(mode, case, marks=_marks_of_case(mode, case))
         for mode in MODES
         for case in REPLICA_CASES
-        # With fragments, no run with another h has the state before this merge. The other one: see the next test.
+        # With fragments, no run with another h has the state before this merge: see the next test. The other one: see
+        # the test after it.
         if case != "in a merge" or mode not in ("local, in fragments", "diloco, zero 1 inside")
     ],
 )
@@ -318,6 +319,33 @@ def test_the_other_replicas_go_on_with_their_own_state(server, tmp_path, mode, c
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(saved[name], tensor, rtol=1e-11, atol=1e-12), name
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_replica_that_dies_between_two_fragments_counts_in_the_first_only(server, tmp_path, backend):
+    """The merge of the last step, with the weighted means of what the replicas had before it."""
+    config = recovery_config(tmp_path / "run", **FP64, **MODES["local, in fragments"])
+    run_script(server, config, Script((Kill(1, 8, "second fragment"),)), backend=backend, max_restarts=0)
+    before = [torch.load(tmp_path / f"member-{member}.pt") for member in range(4)]
+    assert len({replica["tokens"][0] for replica in before}) == 4  # so an unweighted mean is a different one
+    saved = read_checkpoint(config.folder, 8)  # each tensor in one box
+    merged = {key.split("[")[0]: tensor for key, tensor in saved.items() if "params/" in key}
+    fragments = set()
+    for name in before[0]["masters"]:
+        fragment = config.consistency.fragment_of(name)
+        replicas = before if fragment == 0 else [before[0], before[2], before[3]]
+        weights = [replica["tokens"][fragment] for replica in replicas]
+        weighted = (weight * one["masters"][name] for weight, one in zip(weights, replicas, strict=True))
+        expected = sum(weighted) / sum(weights)
+        for prefix in ("", "replica-1.", "replica-2."):  # the three that are left
+            found = merged.pop(f"{prefix}params/{name}")
+            assert torch.allclose(found.view(expected.shape), expected, rtol=1e-12, atol=1e-14), (
+                prefix,
+                name,
+                fragment,
+            )
+        fragments.add(fragment)
+    assert fragments == {0, 1} and not merged
 
 
 @pytest.mark.exhaustive

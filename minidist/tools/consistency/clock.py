@@ -8,10 +8,11 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from minidist.hashing import hash64
-from minidist.simple.consistency import Pull, Push, Server, Worker
+from minidist.simple.consistency import Pull, Push, Server, Worker, asynchronous_worker
 from minidist.tools.simulate.failures import Phase
 
 COMPUTING, MESSAGE, WAITING, LINK_BUSY = "computing", "message", "waiting for others", "link is busy"
@@ -164,3 +165,22 @@ def run_on_virtual_clock(server: Server, workers: Sequence[Worker], durations: D
     workers.
     """
     return _Simulation(server, workers, durations).run()
+
+
+def run_timed_workers(durations: Durations, num_steps: int, bound: int | None = None) -> tuple[Server, Timeline]:
+    """Run asynchronous workers whose gradients do not matter, for the times only; return their server and timeline.
+
+    durations: of each worker. num_steps: of each worker. bound: the server's staleness bound, None for no bound.
+    """
+    count = len(durations.compute_s)
+    server = Server(torch.zeros(1), lambda parameters, gradient: None, count, bound)
+    workers = [asynchronous_worker(lambda parameters, step: parameters, num_steps) for _ in range(count)]
+    return server, run_on_virtual_clock(server, workers, durations)
+
+
+def pulled_versions(server: Server, timeline: Timeline) -> list[list[int]]:
+    """Return for each worker the number of updates before the pull of each of its gradients."""
+    versions: list[list[int]] = [[] for _ in timeline.phases]
+    for number, ((_, worker), late) in enumerate(zip(timeline.updates, server.staleness, strict=True)):
+        versions[worker].append(number - late)
+    return versions

@@ -26,7 +26,7 @@ groups (0, 2, 4, 6) and (1, 3, 5, 7). With two replicas that train separately:
 If there is one key-value head, "heads" has the groups of "tensor".
 
 Checked: the names of the specs, and all groups of each, in any order, each group once: on meshes of 1 to 81 ranks
-with one to four axes; with 1 to 8 key-value heads; with tied embeddings on 1 to 4 stages; and with local SGD and DiLoCo
+with one to four axes; with 1 to 24 key-value heads; with tied embeddings on 1 to 4 stages; and with local SGD and DiLoCo
 of 1 to 6 replicas, config.consistency.replicas of which may be None. A list is returned.
 
 You may call:

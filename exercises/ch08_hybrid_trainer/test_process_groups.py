@@ -51,14 +51,14 @@ def expected_groups(sizes, kv_heads, tied, replicas):
     return {name: sorted(map(tuple, groups.values())) for name, groups in found.items()}
 
 
-def check_layout(answer, pp=1, dp=1, cp=1, tp=1, kv_heads=8, tied=False, replicas=1, mode="local"):
+def check_layout(answer, pp=1, dp=1, cp=1, tp=1, kv_heads=24, tied=False, replicas=1, mode="local"):
     """Compare names and groups of one layout with the reference. replicas: 0 if each dp coordinate is a replica."""
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     merging = ConsistencyConfig(mode=mode, replicas=replicas or None) if replicas != 1 else ConsistencyConfig()
-    model = ModelConfig(num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied)
+    model = ModelConfig(num_heads=24, num_kv_heads=kv_heads, tie_embeddings=tied)
     mesh = Mesh(**sizes)
     case = f"mesh {' x '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'of one rank'}"
-    case += f", {kv_heads} key-value heads" * (kv_heads < 8) + ", tied embeddings" * tied
+    case += f", {kv_heads} key-value heads" * (kv_heads < 24) + ", tied embeddings" * tied
     case += f", {mode}, {replicas or dp} replicas" * (replicas != 1)
     specs = answer.group_specs(mesh, Config(model=model, consistency=merging))
     if type(specs) is not list or any(type(spec) is not GroupSpec for spec in specs):
@@ -89,7 +89,7 @@ def several_axes(answer):
 @test(points=3)
 def few_key_value_heads(answer):
     """"heads" has the tensor-parallel ranks with one key-value head, if there are fewer heads than ranks."""
-    for tp, kv_heads in ((2, 2), (2, 1), (4, 4), (4, 2), (4, 1), (8, 4), (8, 2), (8, 1), (3, 8)):
+    for tp, kv_heads in ((2, 2), (2, 1), (4, 4), (4, 2), (4, 1), (8, 4), (8, 2), (8, 1), (3, 1), (3, 3), (6, 2), (6, 12)):
         check_layout(answer, tp=tp, kv_heads=kv_heads)
     for tp, kv_heads in ((2, 1), (4, 2)):
         check_layout(answer, pp=2, dp=2, tp=tp, kv_heads=kv_heads)

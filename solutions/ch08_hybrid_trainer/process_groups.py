@@ -16,7 +16,7 @@ different parameters, and the loss still falls.
 Usual wrong answers:
 * declares tied without asking whether the embeddings are tied
 * the package's own
-* the same value for every mesh
+* declares grads and tensor on every mesh
 * sums gradients across the border of replicas: they never differ
 * declares no grads group where only one rank would be in it
 * sums the gradients of different parameters: tensor-parallel ranks and stages are in grads too
@@ -43,7 +43,7 @@ Usual wrong answers:
 * puts all stages into the tied group: a middle stage has no embedding
 * ties the embeddings of all data-parallel ranks: their gradients are counted once per rank
 * declares tied on one stage, whose embedding is one parameter
-* zeros
+* an empty list
 """
 
 from minidist.comm import GroupSpec

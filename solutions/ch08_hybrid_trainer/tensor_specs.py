@@ -1,0 +1,78 @@
+"""Who holds which elements, and who else: the solution, as it stands in minidist.simple.parallelize.
+
+A list of boxes and ranks is all that the later parts need, so no other part of the trainer knows how a tensor is
+split. The norm divides by the number of replicas, the checkpoint saves one of them, repair copies between them. Each
+layout that is added later changes this function or none.
+
+The shapes say how a tensor is sharded, and a table of rules by name would say it a second time: the two could differ.
+What shapes do not say is who else holds the shard. For tp it follows from the number of shards, for dp and cp from
+the group that sums gradients; for the stages the ranks must be asked, because a tied embedding is on two of them
+under one name. One exchange of all names is enough. One per tensor would hang, as stages have different numbers of
+tensors.
+
+A spec with too few replicas counts an element twice in the norm, one with too many counts it too little. Neither is
+visible in the loss before clipping begins.
+
+Usual wrong answers:
+"""
+
+import math
+from collections.abc import Mapping
+
+from torch import nn
+
+from minidist.comm import Groups, all_gather_object
+from minidist.parameters import Box, ParamSpec, flat_boxes
+from minidist.simple.parallelize import named_tensors
+from minidist.simple.zero import ZeroStage1
+
+
+def describe_shards(specs: Mapping[str, ParamSpec], reducer: ZeroStage1, groups: Groups) -> dict[str, ParamSpec]:
+    """Return the spec of each master of ZeRO: the boxes of a flat range of the parameter that this rank has.
+
+    specs: of the parameters. Of the ranks with the same parameter, those with the same dp and cp coordinates have the
+    same range of it.
+    """
+    mesh, rank = groups.mesh, groups.world.rank
+    home = mesh.coords(rank)
+    shard_specs = {}
+    for flat in reducer.flat_params:
+        for name, (place, offset) in flat.places.items():
+            (box,) = specs[name].boxes
+            boxes = flat_boxes(box.shape, offset, offset + place.stop - place.start)
+            moved = tuple(each.shifted(box.start) for each in boxes)
+            replicas = [
+                peer
+                for peer in specs[name].replicas
+                if all(mesh.coords(peer)[axis] == home[axis] for axis in ("dp", "cp"))
+            ]
+            shard_specs[name] = ParamSpec(name, specs[name].shape, moved, tuple(replicas))
+    return shard_specs
+
+
+def describe_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> dict[str, ParamSpec]:
+    """Collective: return the spec of each parameter and buffer of this rank: its box of the global tensor, and all
+    ranks with the same box.
+
+    shapes: of the unsplit model's tensors, by name.
+    """
+    mesh = groups.mesh
+    home = mesh.coords(groups.world.rank)
+    names_of_ranks = all_gather_object(list(named_tensors(model)), groups["control"])
+    specs = {}
+    for name, tensor in named_tensors(model).items():
+        own, full = tuple(tensor.shape), shapes[name]
+        num_shards = math.prod(full) // tensor.numel()  # over tp; fewer than ranks for few key-value heads
+        index = home["tp"] * num_shards // mesh.tp
+        start = tuple(index * a if a < b else 0 for a, b in zip(own, full, strict=True))
+        box = Box(start, tuple(a + b for a, b in zip(start, own, strict=True)))
+        stages = {mesh.coords(peer)["pp"] for peer, names in enumerate(names_of_ranks) if name in names}
+        tp_coords = [tp for tp in range(mesh.tp) if tp * num_shards // mesh.tp == index]
+        replicas = [
+            mesh.rank(pp=stage, dp=coords["dp"], cp=coords["cp"], tp=tp)
+            for coords in map(mesh.coords, groups["grads"].ranks)
+            for stage in stages
+            for tp in tp_coords
+        ]
+        specs[name] = ParamSpec(name, full, (box,), tuple(sorted(replicas)))
+    return specs

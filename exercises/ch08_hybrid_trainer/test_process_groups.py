@@ -88,8 +88,21 @@ def several_axes(answer):
 
 @test(points=3)
 def few_key_value_heads(answer):
-    """"heads" has the tensor-parallel ranks with one key-value head, if there are fewer heads than ranks."""
-    for tp, kv_heads in ((2, 2), (2, 1), (4, 4), (4, 2), (4, 1), (8, 4), (8, 2), (8, 1), (3, 1), (3, 3), (6, 2), (6, 12)):
+    """ "heads" has the tensor-parallel ranks with one key-value head, if there are fewer heads than ranks."""
+    for tp, kv_heads in (
+        (2, 2),
+        (2, 1),
+        (4, 4),
+        (4, 2),
+        (4, 1),
+        (8, 4),
+        (8, 2),
+        (8, 1),
+        (3, 1),
+        (3, 3),
+        (6, 2),
+        (6, 12),
+    ):
         check_layout(answer, tp=tp, kv_heads=kv_heads)
     for tp, kv_heads in ((2, 1), (4, 2)):
         check_layout(answer, pp=2, dp=2, tp=tp, kv_heads=kv_heads)
@@ -98,7 +111,7 @@ def few_key_value_heads(answer):
 
 @test(points=3)
 def tied_embeddings(answer):
-    """"tied" has the first and the last stage; the stages between them have no such group."""
+    """ "tied" has the first and the last stage; the stages between them have no such group."""
     check_layout(answer, dp=2, tp=2, tied=True)
     for pp in (2, 3, 4):
         check_layout(answer, pp=pp, tied=True)

@@ -249,7 +249,9 @@ def check_shards(answer, mesh, specs_of, num_models=1):
         flats = [SimpleNamespace(places=ranges_of(part, num_shards, number)) for part in (first, rest)]
         groups = SimpleNamespace(mesh=mesh, world=SimpleNamespace(rank=rank, size=mesh.world_size))
         got = answer.describe_shards(specs, SimpleNamespace(flat_params=flats), groups)
-        case = f"rank {rank} of {describe(mesh, 8, False, num_models)}; its flat range is shard {number} of {num_shards}"
+        case = (
+            f"rank {rank} of {describe(mesh, 8, False, num_models)}; its flat range is shard {number} of {num_shards}"
+        )
         names = [name for flat in flats for name in flat.places]
         expect("the names of the tensors described, sorted", sorted(got), sorted(names), case=case)
         for flat in flats:

@@ -20,11 +20,12 @@ losses and parameters are those of one process on every mesh, with any clip_norm
 
 Check it with: python -m exercises check eight_ranks
 
-Stub b07dcd7b.
+Stub 0dc5b5a3.
 """
 
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ def main(tokens, targets, model, mesh, steps, clip_norm=1.0, num_micro_batches=2
     for _ in range(steps):
         for parameter in parameters.values():
             parameter.grad = None
-        mine = slice(at["dp"], None, mesh[1])
+        mine = slice(at.dp, None, mesh[1])
         loss = forward_backward(parameters, tokens[mine], targets[mine], len(tokens), num_micro_batches, at, groups)
         reduce_gradients(parameters, groups)
         norm = gradient_norm(parameters, at, groups)
@@ -82,8 +83,9 @@ def make_groups(pp, dp, tp):
     dp coordinate; "tied", the first and the last stage. A rank is (stage * dp + dp coordinate) * tp + tp coordinate.
     """
     rank = dist.get_rank()
-    at = {"rank": rank, "pp": rank // (dp * tp), "dp": rank // tp % dp, "tp": rank % tp}
-    at |= {"first": at["pp"] == 0, "last": at["pp"] == pp - 1, "next": rank + dp * tp, "previous": rank - dp * tp}
+    at = SimpleNamespace(rank=rank, pp=rank // (dp * tp), dp=rank // tp % dp, tp=rank % tp)
+    at.is_first, at.is_last = at.pp == 0, at.pp == pp - 1
+    at.previous, at.next = rank - dp * tp, rank + dp * tp  # the ranks of the stages beside this one
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
     rows = {"tp": grid.view(-1, tp), "dp": grid.mT.reshape(-1, dp), "model": grid.transpose(0, 1).reshape(dp, -1)}
     if pp > 1:
@@ -97,16 +99,21 @@ def make_groups(pp, dp, tp):
     return at, groups
 
 
+def is_sharded(name):
+    """Return whether each tensor-parallel rank has another part of this parameter."""
+    return SHARDED[name.partition(".")[0]] is not None
+
+
 def shard(model, at, mesh):
     """Return this rank's parameters: the layers of its stage, sharded over tp, and the embedding on both ends."""
     pp, _, tp = mesh
     num_layers = sum(name.startswith("up.") for name in model)
-    layers = range(at["pp"] * num_layers // pp, (at["pp"] + 1) * num_layers // pp)
+    layers = range(at.pp * num_layers // pp, (at.pp + 1) * num_layers // pp)
     parameters = {}
     for name, tensor in model.items():
         kind, _, layer = name.partition(".")
-        if int(layer) in layers if layer else at["first"] or at["last"]:
-            own = tensor if SHARDED[kind] is None else tensor.chunk(tp, SHARDED[kind])[at["tp"]]
+        if int(layer) in layers if layer else at.is_first or at.is_last:
+            own = tensor.chunk(tp, SHARDED[kind])[at.tp] if is_sharded(name) else tensor
             parameters[name] = own.clone().requires_grad_()
     return parameters
 
@@ -118,27 +125,27 @@ def forward_backward(parameters, tokens, targets, num_samples, num_micro_batches
     total, hidden_size = some.new_zeros(()), next(p.shape[0] for name, p in parameters.items() if "scale" in name)
     ends = []
     for part, wanted in parts:
-        if at["first"]:
+        if at.is_first:
             hidden = received = parameters["embedding"][part]
         else:
             received = some.new_empty(len(part), hidden_size, requires_grad=True)
-            dist.recv(received.data, at["previous"])
+            dist.recv(received.data, at.previous)
             hidden = received
         out = run_layers(parameters, hidden, groups["tp"])
-        if at["last"]:
+        if at.is_last:
             out = F.cross_entropy(out @ parameters["embedding"].T, wanted, reduction="sum") / num_samples
-            total += out.detach() * (at["tp"] == 0)
+            total += out.detach() * (at.tp == 0)
         else:
-            dist.send(out.detach(), at["next"])
+            dist.send(out.detach(), at.next)
         ends.append((received, out))
     for received, out in ends:
         grad = None
-        if not at["last"]:
+        if not at.is_last:
             grad = torch.empty_like(out)
-            dist.recv(grad, at["next"])
+            dist.recv(grad, at.next)
         out.backward(grad)
-        if not at["first"]:
-            dist.send(received.grad, at["previous"])
+        if not at.is_first:
+            dist.send(received.grad, at.previous)
     return total
 
 
@@ -193,7 +200,7 @@ def gradient_norm(parameters, at, groups):
     """Return the norm of the gradient of the full network."""
     total = torch.zeros((), dtype=torch.float64)
     for name, parameter in parameters.items():
-        if SHARDED[name.split(".")[0]] is not None or at["tp"] == 0:
+        if is_sharded(name) or at.tp == 0:
             total += parameter.grad.double().square().sum()
     dist.all_reduce(total, group=groups["model"])
     return total.sqrt().item()
@@ -216,4 +223,6 @@ if __name__ == "__main__":
     following = (given * 3 + torch.arange(22) // 11) % 11
     found, _ = main(given, following, make_model(0), sizes, steps=16)
     if os.environ["RANK"] == "0":
-        print(f"pp {sizes[0]} x dp {sizes[1]} x tp {sizes[2]}:", *(f"{found[step - 1]:.4f}" for step in (1, 2, 4, 8, 16)))
+        print(
+            f"pp {sizes[0]} x dp {sizes[1]} x tp {sizes[2]}:", *(f"{found[step - 1]:.4f}" for step in (1, 2, 4, 8, 16))
+        )

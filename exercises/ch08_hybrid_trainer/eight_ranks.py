@@ -1,7 +1,7 @@
 """Eight ranks, and another loss.
 
-This program trains a small network on a mesh of three axes: pipeline (pp), data (dp) and tensor (tp) parallelism. Its
-loss falls on every mesh, and on some meshes it is not the loss of one process. The same samples and parameters:
+This program trains a small network on a mesh of three axes: pipeline (pp), data (dp) and tensor (tp) parallelism.
+Its loss falls on every mesh, and on some meshes it is not the loss of one process. The same samples and parameters:
 
     loss in step                      1        2        4        8       16
     one process                  6.8927   4.6789   2.6574   1.3843   0.9621
@@ -16,11 +16,11 @@ Run it: torchrun --standalone --nproc-per-node 8 THIS_FILE 2 2 2    (the sizes o
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
 violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
-losses and parameters are those of one process on every mesh, with any clip_norm.
+losses and parameters are those of one process on every mesh, whatever the other arguments of main are.
 
 Check it with: python -m exercises check eight_ranks
 
-Stub 0dc5b5a3.
+Stub 1fdf0a58.
 """
 
 import os

@@ -34,7 +34,7 @@ def model_of(seed):
 def one_process(steps, clip_norm):
     """The losses and the last parameters, from rank 0's model."""
     (tokens, targets), model = data(), model_of(0)
-    momenta, losses = {name: 0.0 for name in model}, []
+    momenta, losses = dict.fromkeys(model, 0.0), []
     for _ in range(steps):
         leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
         x = leaves["embedding"][tokens]

@@ -14,6 +14,40 @@ A spec with too few replicas counts an element twice in the norm, one with too m
 visible in the loss before clipping begins.
 
 Usual wrong answers:
+* names the ranks of all replicas, though they have other values if they train separately
+* moves every dimension of a sharded tensor
+* names all ranks with a tensor of this name, whichever part of it they have
+* names all ranks with the parameter: of the others each has another range
+* names all stages for every tensor
+* gathers the names once per tensor: more exchanges than needed, and stages with fewer tensors would leave the others
+  waiting, which only equal numbers hide
+* gives one box around the range: it holds elements of other ranks as well
+* takes the global rank for the coordinate on tp: right only if there is no other axis
+* the package's own
+* gives all tensors to all ranks
+* gathers once for each tensor that this rank has: a stage with more tensors waits for ever
+* knows of the tied embedding by its name, and of no other tensor on several stages; an untied one has no replica
+* compares dp and forgets cp: context-parallel ranks have other ranges
+* takes all stages between the first and the last one that have the tensor
+* looks at the first two dimensions only
+* numbers the shards from the last rank on
+* forgets that the tp ranks have replicas of the norms
+* gives the shards in turn, and not to consecutive ranks
+* names this tp rank only, also where others have the same box: their elements count twice in the norm
+* begins a new dictionary for each flat parameter
+* counts one shard per rank, so that the boxes of few key-value heads end outside the tensor
+* names this rank alone: replicas over tp and stages have the same range
+* gives this rank's shape for the full one
+* names this stage only: the tied embedding is counted once on each of two
+* leaves the buffers out: they are neither saved nor compared
+* takes the place in the shard for the place in the parameter
+* cuts the range in the full shape: right without tensor parallelism
+* takes the group that sums gradients for the replicas: those of tp and pp are missing
+* moves the first dimension, whichever is sharded
+* takes boxes of this rank's part for boxes of the global tensor
+* lists the replicas in the order in which it finds them: ranks would choose other owners
+* forgets the context-parallel ranks
+* describes nothing
 """
 
 import math

@@ -19,13 +19,11 @@ Usual wrong answers:
 * names all ranks with a tensor of this name, whichever part of it they have
 * names all ranks with the parameter: of the others each has another range
 * names all stages for every tensor
-* gathers the names once per tensor: more exchanges than needed, and stages with fewer tensors would leave the others
-  waiting, which only equal numbers hide
+* gathers the names once for each tensor of the largest stage, where one exchange would do
 * gives one box around the range: it holds elements of other ranks as well
 * takes the global rank for the coordinate on tp: right only if there is no other axis
 * the package's own
 * gives all tensors to all ranks
-* gathers once for each tensor that this rank has: a stage with more tensors waits for ever
 * knows of the tied embedding by its name, and of no other tensor on several stages; an untied one has no replica
 * compares dp and forgets cp: context-parallel ranks have other ranges
 * takes all stages between the first and the last one that have the tensor

@@ -232,11 +232,15 @@ def make_model(seed, vocabulary=11, hidden=8, inner=12, num_layers=4):
     return model
 
 
+def make_samples():
+    """Return tokens and targets (22,): two samples of each token, with different targets."""
+    tokens = torch.arange(22) * 5 % 11
+    return tokens, (tokens * 3 + torch.arange(22) // 11) % 11
+
+
 if __name__ == "__main__":
     sizes = tuple(map(int, sys.argv[1:])) or (2, 2, 2)
-    given = torch.arange(22) * 5 % 11
-    following = (given * 3 + torch.arange(22) // 11) % 11
-    found, _ = main(given, following, make_model(0), sizes, steps=16)
+    found, _ = main(*make_samples(), make_model(0), sizes, steps=16)
     if os.environ["RANK"] == "0":
         print(
             f"pp {sizes[0]} x dp {sizes[1]} x tp {sizes[2]}:", *(f"{found[step - 1]:.4f}" for step in (1, 2, 4, 8, 16))

@@ -3,11 +3,12 @@
 Gradient norm, checkpoint, repair and parity all ask one question: which elements of the full model does this rank hold,
 and which other ranks hold the same ones? Answer it once, as a ParamSpec for each tensor, by looking at the shapes.
 
-describe_tensors: model has this rank's shards, shapes the shapes of the full model: {name: tuple}. A tensor is full or
-sharded over tp in one dimension, into as many equal shards as the full tensor has times the elements of this rank's.
-There may be fewer shards than tp ranks (few key-value heads): consecutive tp ranks then hold the same shard. Ranks that
-differ in dp or cp hold the same elements; if replicas train separately, only those in one replica do. Each stage has
-tensors of its own, and some are on several stages (a tied embedding is on two), which only the stages themselves know.
+describe_tensors: model has this rank's shards, shapes the shapes of the full model: {name: tuple}. A tensor is full, or
+tp shards it in one dimension. All shards are equal, so their number is that of the full tensor's elements, divided by
+that of this rank's. It may be below the number of tp ranks (few key-value heads): then consecutive tp ranks hold the
+same shard. Ranks that differ in dp or cp hold the same elements; if replicas train separately, only those in one
+replica do. Each stage has tensors of its own, and some tensors are on several stages (a tied embedding is on two): only
+the ranks of a stage know which tensors it has.
 Result: {name: ParamSpec(name, full shape, (box,), replicas)} for every parameter and buffer of this rank; replicas are
 the ascending global ranks with this box, this rank included.
 

@@ -113,7 +113,8 @@ def check_spec(what, got, name, shape, boxes, replicas, case):
         raise Wrong("type", f"{what} must be a ParamSpec", "a ParamSpec", show(got), case=case)
     expect(f"name and shape in {what}", (got.name, got.shape), (name, shape), case=case)
     expect(f"the boxes in {what}", [(box.start, box.stop) for box in got.boxes], boxes, case=case)
-    expect(f"the types in {what}", [type(got.boxes), type(got.replicas)] == [tuple, tuple], True, case=case)
+    kinds = [type(each).__name__ for each in (got.boxes, got.replicas)]
+    expect(f"the types of boxes and replicas in {what}", kinds, ["tuple", "tuple"], case=case)
     expect(f"the replicas in {what}", got.replicas, replicas, case=case)
 
 

@@ -138,7 +138,7 @@ def forward_backward(parameters, tokens, targets, num_samples, num_micro_batches
     parts = zip(tokens.tensor_split(num_micro_batches), targets.tensor_split(num_micro_batches), strict=True)
     some = next(iter(parameters.values()))
     total, hidden_size = some.new_zeros(()), next(p.shape[0] for name, p in parameters.items() if "scale" in name)
-    ends = []
+    outputs = []
     for part, wanted in parts:
         if at.is_first:
             hidden = received = parameters["embedding"][part]
@@ -152,8 +152,8 @@ def forward_backward(parameters, tokens, targets, num_samples, num_micro_batches
             total += out.detach() * (at.tp == 0)
         else:
             dist.send(out.detach(), at.next)
-        ends.append((received, out))
-    for received, out in ends:
+        outputs.append((received, out))
+    for received, out in outputs:
         grad = None
         if not at.is_last:
             grad = torch.empty_like(out)

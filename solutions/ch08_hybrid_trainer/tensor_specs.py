@@ -41,6 +41,7 @@ Usual wrong answers:
 * takes the place in the shard for the place in the parameter
 * cuts the range in the full shape: right without tensor parallelism
 * takes the group that sums gradients for the replicas: those of tp and pp are missing
+* returns lists, which no ParamSpec can be compared or hashed with
 * moves the first dimension, whichever is sharded
 * takes boxes of this rank's part for boxes of the global tensor
 * lists the replicas in the order in which it finds them: ranks would choose other owners

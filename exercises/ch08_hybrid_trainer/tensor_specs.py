@@ -27,8 +27,9 @@ Example: box (4, 0) to (8, 3) of the embedding is this rank's, and (slice(0, 5),
 
 Checked: name, shape, boxes and replicas, both tuples, of all specs, on 1 to 8 ranks with one to three axes; rows,
 columns, the last of three dimensions, vectors, scalars and buffers; 1 to 6 key-value heads; tied and untied embeddings
-on 1 to 4 stages; replicas that train separately; and that the number of collectives does not depend on the number of
-tensors. describe_shards must not communicate: it gets only groups.mesh and groups.world, and reducer.flat_params.
+on 1 to 4 stages; replicas that train separately; that the number of collectives does not depend on the number of
+tensors, nor the bytes sent on their sizes. describe_shards must not communicate: it is called with an object that has
+groups.mesh and groups.world only, and one that has reducer.flat_params only.
 
 You may call:
     named_tensors(model) -> {name: tensor}   all parameters and buffers; tensor.shape, tensor.numel(), math.prod(shape)

@@ -190,19 +190,26 @@ def all_axes_at_once(answer, world, network):
 
 
 @test(points=1, ranks=(3,))
-def one_exchange_for_all(answer, world, network):
-    """The number of collectives does not depend on the number of tensors, which differs between ranks."""
-    before = len(network.records)
-    check_layout(answer, world, network, pp=3)
-    sent = len(network.records) - before
-    mesh = Mesh(pp=3)
-    groups = groups_of(world, network.group, mesh, Config(model=ModelConfig(tie_embeddings=False)))
-    few = nn.Linear(world.rank + 1, 2)
-    shapes = {name: tuple(tensor.shape) for name, tensor in few.named_parameters()}
-    before = len(network.records)
-    answer.describe_tensors(few, shapes, groups)
-    case = "two tensors on each rank, compared with up to thirteen"
-    expect("the collectives of one call", len(network.records) - before, sent, case=case)
+def one_exchange_of_names(answer, world, network):
+    """The number of collectives does not depend on the number of tensors, nor their bytes on the tensors' sizes."""
+
+    def count(call):
+        before = len(network.records)
+        call()
+        return len(network.records) - before, sum(record.payload_bytes for record in network.records[before:])
+
+    def describe_linear(size):
+        groups = groups_of(world, network.group, Mesh(pp=3), Config(model=ModelConfig(tie_embeddings=False)))
+        few = nn.Linear(size, 2)
+        shapes = {name: tuple(tensor.shape) for name, tensor in few.named_parameters()}
+        return lambda: answer.describe_tensors(few, shapes, groups)
+
+    many, _ = count(lambda: check_layout(answer, world, network, pp=3))
+    few, small = count(describe_linear(world.rank + 1))
+    expect("the collectives of one call", few, many, case="two tensors on each rank, compared with up to thirteen")
+    _, large = count(describe_linear(5000))
+    case = "a tensor of 40,000 bytes instead of one of at most 24"
+    expect("whether this rank exchanges over 1,000 bytes more", large - small > 1000, False, case=case)
 
 
 # -- shards of ZeRO ---------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ Usual wrong answers:
 * returns lists, which no ParamSpec can be compared or hashed with
 * moves the first dimension, whichever is sharded
 * takes boxes of this rank's part for boxes of the global tensor
+* gathers the tensors with their names: every rank receives the whole model of every other one
 * lists the replicas in the order in which it finds them: ranks would choose other owners
 * forgets the context-parallel ranks
 * describes nothing

@@ -109,6 +109,14 @@ class Work:
         file = self.file(exercise)
         return file.is_file() and self.entry(exercise).get("sha256") == _digest(file.read_bytes())
 
+    def is_edited(self, exercise: Exercise) -> bool:
+        """Return whether the learner's file is there and is neither the stub nor the copy of an earlier stub."""
+        file = self.file(exercise)
+        if not file.is_file():
+            return False
+        copied = self.read().get("files", {}).get(str(file.relative_to(self.folder)))
+        return _digest(file.read_bytes()) not in (copied, _digest(exercise.stub.read_bytes()))
+
     def reveal_next_hint(self, exercise: Exercise) -> int:
         """Record that one more hint is shown; return the number of hints seen."""
         with self._edit_progress() as kept:

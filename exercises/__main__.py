@@ -287,9 +287,10 @@ def _update(options: _Options, catalogue: Catalogue, work: Work) -> int:
     done = work.update(catalogue)
     changes = []
     for action in ("added", "renewed"):
-        notebooks = sum(file.suffix == ".ipynb" for file in done[action])
-        numbers = ((len(done[action]) - notebooks, "exercise"), (notebooks, "notebook"))
-        if some := [format_count(number, noun) for number, noun in numbers if number]:
+        suffixes = [file.suffix for file in done[action]]
+        numbers = ((suffixes.count(".py"), "exercise"), (suffixes.count(".ipynb"), "notebook"))
+        some = [format_count(number, noun) for number, noun in numbers if number]
+        if some := some or [file.name for file in done[action]]:
             changes.append(f"{' and '.join(some)} {action}")
     if changes or not done["kept"]:
         print(f"{_relative_to_cwd(work.folder)}: {', '.join(changes) or 'up to date'}")

@@ -9,7 +9,6 @@ import pickle
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,13 +69,13 @@ class RunMeasurements(Observer):
     step_s: list[float] = field(default_factory=list)
     bytes_sent: list[int] = field(default_factory=list)
     modelled_bytes: list[int] = field(default_factory=list)
-    operations: list[Counter] = field(default_factory=list)
+    operations: list[int] = field(default_factory=list)
     peak_memory: int | None = None
 
     @contextlib.contextmanager
     def step_context(self, trainer: Any) -> Iterator[None]:
         """Return a context manager that counts the bytes of one step, and in one step measures the peak memory."""
-        before = self.meter.total_wire_bytes, self.meter.modelled_bytes, Counter(self.meter.operations)
+        before = self.meter.total_wire_bytes, self.meter.modelled_bytes, self.meter.operations.total()
         peak = None
         with contextlib.ExitStack() as around:
             if trainer.progress.step + 1 == _MEMORY_STEP:
@@ -87,7 +86,7 @@ class RunMeasurements(Observer):
             self.peak_memory = peak.peak.total
         self.bytes_sent.append(self.meter.total_wire_bytes - before[0])
         self.modelled_bytes.append(self.meter.modelled_bytes - before[1])
-        self.operations.append(self.meter.operations - before[2])
+        self.operations.append(self.meter.operations.total() - before[2])
 
     def on_step(self, trainer: Any, result: Any) -> None:
         """Keep the loss and the seconds of a step."""
@@ -96,15 +95,12 @@ class RunMeasurements(Observer):
         note_step(self.folder, trainer.world.rank, trainer.progress.step)
 
     def summarize(self) -> dict[str, Any]:
-        """Return this rank's numbers: bytes of the last step, which all later ones repeat, and times without warm-up."""
-        operations: Counter = Counter()
-        for (_, name), number in self.operations[-1].items():
-            operations[name] += number
+        """Return this rank's numbers: bytes and operations of the last step, and times without warm-up."""
         timed = self.step_s[_FIRST_TIMED_STEP - 1 :]
         return {
-            "bytes_per_step": self.bytes_sent[-1],
+            "counted_bytes_per_step": self.bytes_sent[-1] - self.modelled_bytes[-1],
             "modelled_bytes_per_step": self.modelled_bytes[-1],
-            "operations_per_step": dict(operations),
+            "operations": self.operations[-1],
             "peak_memory": self.peak_memory,
             "step_s": statistics.median(timed),
             "fastest_step_s": min(timed),

@@ -54,7 +54,7 @@ def run_under_torchrun(module: str, argument: str, ranks: int, folder: Path, dea
     """Run `python -m module argument` on `ranks` ranks under torchrun; the ranks write to this process's stdout.
 
     folder: for notes of torchrun and of the ranks; it exists and is empty. The program calls `dump_stack_at_deadline`,
-    and may call `note_step`. Raises RunError if a rank fails, or if the ranks have not ended after `deadline_s` seconds.
+    and may call `note_step`. Raises RunError if a rank fails, or if the ranks have not ended after `deadline_s` s.
     """
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module, argument]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}

@@ -1,4 +1,4 @@
-"""The learner's folder `work/`: copies of stubs and notebooks, and progress.json.
+"""The learner's folder `work/`: copies of stubs and notebooks, progress.json, and AGENTS.md for AI assistants.
 
 Nothing here writes outside that folder. A file that the learner has edited is never overwritten: the hash of each copy
 is stored, and only a file that still has it is updated.
@@ -14,6 +14,9 @@ from typing import Any
 from exercises.catalogue import Catalogue, Exercise
 from minidist.tools import progress
 from minidist.tools.output_files import write_atomically
+
+AGENTS = "AGENTS.md"  # the file in which AI assistants look for instructions
+_FOR_ASSISTANTS = "learner_agents.md"  # its text, under a name that does not address assistants of the course's authors
 
 
 class Work:
@@ -143,6 +146,8 @@ class Work:
         chapters = catalogue.root / "chapters"
         for notebook in sorted(chapters.glob("[0-9]*/*.ipynb")):
             yield self.folder / "chapters" / notebook.relative_to(chapters), _read_without_outputs(notebook)
+        if (agents := catalogue.root / "exercises" / _FOR_ASSISTANTS).is_file():
+            yield self.folder / AGENTS, agents.read_bytes()
 
 
 def _read_without_outputs(notebook: Path) -> bytes:

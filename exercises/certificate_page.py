@@ -16,7 +16,7 @@ _STYLE = """
 @page { size: A4; margin: 8mm 9mm; }
 * { box-sizing: border-box }
 body { font: 10px/1.32 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: var(--text);
-  background: var(--back); max-width: 192mm; margin: 6mm auto; padding: 0 3mm; }
+  background: var(--back); max-width: 215mm; margin: 6mm auto; padding: 0 3mm; }
 header { display: flex; justify-content: space-between; align-items: flex-start; gap: 6mm;
   border-bottom: 2px solid var(--text); padding-bottom: 1.5mm; }
 h1 { font-size: 1.8em; margin: 0 } h2 { font-size: 1.15em; margin: 1.9mm 0 .5mm }
@@ -37,7 +37,7 @@ code { font: .95em ui-monospace, "DejaVu Sans Mono", monospace }
 footer { border-top: 1px solid var(--line); margin-top: 2mm; padding-top: 1mm; color: var(--muted) }
 @media print { :root { color-scheme: light; --text: #1d232b; --muted: #5b6673; --line: #d5dae0; --back: #fff;
   --good: #12693a; --bad: #a31521; --soft: #f4f6f8; --curve: #1f5fa8; } body { margin: 0; max-width: none; padding: 0;
-  font-size: 8.3px } .functions { columns: 4 }
+  font-size: 9.3px } .functions { columns: 4 }
   section, table { break-inside: avoid } }
 """
 # Figures of both engines: title, key, unit, and the fast engine's code that makes it smaller, if it is.
@@ -64,7 +64,10 @@ _FIGURES = (
         "minidist/parallel/pipeline/transfers.py: receives are posted before they are needed; "
         "minidist/train/engine.py: one call computes all norms.",
     ),
-    ("time of a step, fastest", "fastest_step_s", "seconds", "as above"),
+    (
+        "time of a step, fastest", "fastest_step_s", "seconds",
+        "minidist/parallel/pipeline/transfers.py and minidist/train/engine.py, in the step that waits least.",
+    ),
 )  # fmt: skip
 COMPARED = tuple(key for _, key, _, _ in _FIGURES)
 _EQUAL = 5e-4  # figures whose ratio differs from 1 by less count as equal
@@ -204,11 +207,12 @@ def _render_training(certificate: dict[str, Any]) -> str:
     difference = number(training["largest_loss_difference"], "difference")
     by_rank = [
         [number(rank["rank"]), _format_coords(rank["coords"])]
-        + [number(rank[key], kind) for key, kind in _RANK_COLUMNS]
+        + [number(rank[key], kind) for _, key, kind in _RANK_COLUMNS]
         + [number(other["peak_memory"], "bytes")]
         for rank, other in zip(yours["ranks"], fast["ranks"], strict=True)
     ]
-    rank_heads = ("rank", "coordinates", "P2P sent", "collectives", "operations", "peak memory", "fast: peak")
+    heads_of_rank = [f"{title}<br>{_label(certificate, key)}" for title, key, _ in _RANK_COLUMNS]
+    rank_heads = ("rank", "coordinates", *heads_of_rank, f"fast: peak<br>{_label(certificate, 'peak_memory')}")
     unigram, bigram = number(yours["unigram_loss"], "nats"), number(yours["bigram_loss"], "nats")
     return (
         f"<section><h2>The same run under torchrun, twice: {steps} steps on {count} ranks over {yours['backend']}</h2>"
@@ -234,10 +238,10 @@ def _compare(mine: float, other: float, where: str) -> tuple[str, str, str]:
 
 
 _RANK_COLUMNS = (
-    ("counted_bytes_per_step", "bytes"),
-    ("modelled_bytes_per_step", "bytes"),
-    ("operations", "count"),
-    ("peak_memory", "bytes"),
+    ("P2P sent", "counted_bytes_per_step", "bytes"),
+    ("collectives", "modelled_bytes_per_step", "bytes"),
+    ("operations", "operations", "count"),
+    ("peak memory", "peak_memory", "bytes"),
 )
 
 

@@ -204,12 +204,13 @@ def test_ctrl_c_leaves_nothing(tmp_path, line):
     words = ("--work", work.folder, "certificate", "--ranks", 2)
     with Command(*words, module=("exercises",), folder=ROOT, environ={"TMPDIR": str(temporary)}) as command:
         command.read_until(line)
+        assert wait_until(lambda: descendants(command.process.pid))  # the rank server, or torchrun, which starts ranks
         started = descendants(command.process.pid)
         command.process.send_signal(signal.SIGINT)
-        while command.process.poll() is None:  # it may be just starting torchrun
+        while command.process.poll() is None:
             started |= descendants(command.process.pid)
-        assert command.end() == 130, command.output
-    assert started and wait_until(lambda: not any(map(is_alive, started)))
+        assert command.end() == 130, command.output  # and no process has its stdout any more
+    assert wait_until(lambda: not any(map(is_alive, started)))
     assert not [path for path in temporary.iterdir() if path.name.startswith("minidist")]
     assert not list(work.folder.glob("certificate.*"))
     assert "Traceback" not in command.output

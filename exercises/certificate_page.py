@@ -6,40 +6,10 @@ Every figure on the page is a number of the certificate's JSON file; `<data valu
 import html
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #1d232b; --muted: #5b6673; --line: #d5dae0; --back: #fff; --good: #12693a;
-  --bad: #a31521; --soft: #f4f6f8; --curve: #1f5fa8; }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e8ed; --muted: #9aa6b3; --line: #3a434d; --back: #14181d;
-  --good: #63cf94; --bad: #ff8a8a; --soft: #1d232a; --curve: #7db6f5; } }
-@page { size: A4; margin: 8mm 9mm; }
-* { box-sizing: border-box }
-body { font: 10px/1.32 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: var(--text);
-  background: var(--back); max-width: 215mm; margin: 6mm auto; padding: 0 3mm; }
-header { display: flex; justify-content: space-between; align-items: flex-start; gap: 6mm;
-  border-bottom: 2px solid var(--text); padding-bottom: 1.5mm; }
-h1 { font-size: 1.8em; margin: 0 } h2 { font-size: 1.15em; margin: 1.9mm 0 .5mm }
-p { margin: .6mm 0 } .muted, i { color: var(--muted) } i { font-size: .88em }
-.verdict { font-size: 1.5em; font-weight: 700; border: 2px solid; border-radius: 4px; padding: .6mm 3mm;
-  white-space: nowrap }
-.good { color: var(--good) } .bad { color: var(--bad) }
-table { border-collapse: collapse; width: 100% } th, td { padding: .2mm 1.1mm; text-align: right;
-  font-variant-numeric: tabular-nums; vertical-align: top } data, .coords { white-space: nowrap }
-th { font-weight: 600; border-bottom: 1px solid var(--line) } th:first-child, td:first-child, .text { text-align: left }
-tr:nth-child(even) td { background: var(--soft) }
-th, .figures td:first-child { white-space: nowrap } .figures th:last-child { text-align: left }
-.two { display: grid; grid-template-columns: 3fr 2fr; gap: 0 5mm }
-.functions { columns: 3; column-gap: 5mm; margin: 0; padding: 0; list-style: none }
-.functions li { display: flex; justify-content: space-between; border-bottom: 1px dotted var(--line);
-  break-inside: avoid }
-code { font: .95em ui-monospace, "DejaVu Sans Mono", monospace }
-footer { border-top: 1px solid var(--line); margin-top: 2mm; padding-top: 1mm; color: var(--muted) }
-@media print { :root { color-scheme: light; --text: #1d232b; --muted: #5b6673; --line: #d5dae0; --back: #fff;
-  --good: #12693a; --bad: #a31521; --soft: #f4f6f8; --curve: #1f5fa8; } body { margin: 0; max-width: none; padding: 0;
-  font-size: 9.3px } .functions { columns: 4 }
-  section, table { break-inside: avoid } }
-"""
+_STYLE = Path(__file__).with_name("certificate.css").read_text()
 # Figures of both engines: title, key, unit, and the fast engine's code that makes it smaller, if it is.
 _FIGURES = (
     ("held-out loss, nats per token", "held_out_loss", "nats", ""),
@@ -262,16 +232,15 @@ def _draw_losses(losses: Sequence[float], unigram: float) -> str:
 
     step = (width - left - 6) / max(1, len(losses) - 1)
     points = " ".join(f"{left + index * step:.1f},{y_of(loss):.1f}" for index, loss in enumerate(losses))
-    text = 'font-size="8" fill="currentColor"'
-    ticks = "".join(f'<text x="0" y="{y_of(loss) + 3:.1f}" {text}>{loss:.2f}</text>' for loss in (high, low))
+    ticks = "".join(f'<text x="0" y="{y_of(loss) + 3:.1f}">{loss:.2f}</text>' for loss in (high, low))
     return (
         f'<svg viewBox="0 0 {width} {height}" width="100%" role="img" aria-label="loss by step">{ticks}'
         f'<line x1="{left}" x2="{width - 6}" y1="{y_of(unigram):.1f}" y2="{y_of(unigram):.1f}" '
-        'stroke="var(--muted)" stroke-dasharray="3 3"/>'
-        f'<text x="{width - 62}" y="{y_of(unigram) - 3:.1f}" {text}>unigram {unigram:.2f}</text>'
-        f'<polyline points="{points}" fill="none" stroke="var(--curve)" stroke-width="1.5"/>'
-        f'<text x="{left}" y="{height - 3}" {text}>step 1</text>'
-        f'<text x="{width - 34}" y="{height - 3}" {text}>step {len(losses)}</text></svg>'
+        'class="rule"/>'
+        f'<text x="{width - 62}" y="{y_of(unigram) - 3:.1f}">unigram {unigram:.2f}</text>'
+        f'<polyline points="{points}" class="curve"/>'
+        f'<text x="{left}" y="{height - 3}">step 1</text>'
+        f'<text x="{width - 34}" y="{height - 3}">step {len(losses)}</text></svg>'
     )
 
 

@@ -1,7 +1,7 @@
 """What the certificate proves: layouts with the learner's functions that equal one process, and a live repair.
 
 The hybrid layout comes first. Then smaller layouts run until every function of the learner has been called; which
-layout calls which is counted (`layouts.toml`), and every call that the certificate reports is counted again.
+layout calls which is counted (layouts.toml), and every call that the certificate reports is counted again.
 """
 
 import json
@@ -90,7 +90,7 @@ def _make_case(options: Sequence[str], ranks: int) -> "Case":
 
 
 def _make_cover_case(name: str, ranks: int) -> "Case":
-    """Return the parity case of a layout in `layouts.toml`, or of a run that resumes."""
+    """Return the parity case of a layout in layouts.toml, or of a run that resumes."""
     is_resumed = name == RESUMED
     options = layout_options("bucketed" if is_resumed else name, ranks)
     return replace(_make_case([*ENGINE, *options], ranks), resume=is_resumed)

@@ -138,7 +138,7 @@ def run_cases(
     """Collective: train each case on these ranks, one after the other, and write this rank's report of each.
 
     cases: (number, case, number of its reference). folder: contains the references; the reports are written there.
-    prepare: called first. If it returns a `Counter` that it goes on counting with, each report has the counts of its
+    prepare: called first. If it returns a Counter that it goes on counting with, each report has the counts of its
     case.
     """
     counted = None if prepare is None else prepare()

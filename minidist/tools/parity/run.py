@@ -24,7 +24,7 @@ def run(
 
     If the ranks of a case failed, yield the reason instead of the row. deadline_s: seconds for all cases of one world
     size together; None for 60 s and 5 s per case. prepare: called on every rank before its first case, not in the
-    processes that train the references; it may return a `Counter` of calls (see `run_cases`). After a failure the
+    processes that train the references; it may return a Counter of calls (see `run_cases`). After a failure the
     remaining cases run on new ranks. Every rank has one thread, as more do not speed up so small a model.
     """
     references = list(dict.fromkeys(case.reference_case for case in cases))

@@ -40,7 +40,8 @@ _FIGURES = (
     ),
 )  # fmt: skip
 COMPARED = tuple(key for _, key, _, _ in _FIGURES)
-_EQUAL = 5e-4  # figures whose ratio differs from 1 by less count as equal
+# Figures whose ratio differs from 1 by less count as equal; times vary from run to run.
+_EQUAL, _EQUAL_TIMES = 5e-4, 0.05
 
 
 def render_page(certificate: dict[str, Any], json_name: str) -> str:
@@ -162,7 +163,7 @@ def _render_training(certificate: dict[str, Any]) -> str:
     yours, fast, rows = training["yours"], training["fast"], []
     for title, key, kind, where in _FIGURES:
         mine, other = (training["comparison"][key][name] for name in ("yours", "fast"))
-        ratio, color, where = _compare(mine, other, where)
+        ratio, color, where = _compare(mine, other, kind, where)
         how, why = _label(certificate, key), f'<div class="text muted">{html.escape(where)}</div>'
         cells = (number(mine, kind), number(other, kind), f'<span class="{color}">{ratio}</span>', why)
         rows.append([f"{title} {how}", *cells])
@@ -195,16 +196,16 @@ def _render_training(certificate: dict[str, Any]) -> str:
     )
 
 
-def _compare(mine: float, other: float, where: str) -> tuple[str, str, str]:
+def _compare(mine: float, other: float, kind: str, where: str) -> tuple[str, str, str]:
     """Return the ratio of the fast engine's figure to the simple trainer's, its color, and what to say about it.
 
-    where: the code that makes the fast engine's figure smaller.
+    kind: the unit. where: the code that makes the fast engine's figure smaller.
     """
-    if abs(other - mine) <= _EQUAL * abs(mine):
-        return f"{other / mine:.3f}" if mine else "-", "muted", "equal in this run"
-    if other > mine:
-        return f"{other / mine:.3f}" if mine else "-", "muted", "not better in this run"
-    return f"{other / mine:.3f}", "good", where
+    ratio = f"{other / mine:.3f}" if mine else "-"
+    equal = _EQUAL_TIMES if kind == "seconds" else _EQUAL
+    if abs(other - mine) <= equal * abs(mine):
+        return ratio, "muted", f"equal within {equal:.0%} in this run" if kind == "seconds" else "equal in this run"
+    return (ratio, "good", where) if other < mine else (ratio, "muted", "not better in this run")
 
 
 _RANK_COLUMNS = (

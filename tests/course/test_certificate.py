@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
+import threading
 import types
 from pathlib import Path
 
@@ -246,6 +248,25 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+def test_a_rank_is_described_by_its_steps_and_the_line_of_its_main_thread(tmp_path):
+    """Of all threads in the stack, the one that runs the program; of its lines, the innermost outside of libraries."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("import faulthandler\ndef hang(file):\n    faulthandler.dump_traceback(file)\n")
+    program = tmp_path / "certificate_run.py"
+    program.write_text("import mine\nmine.hang(file)\n")
+    release = threading.Event()
+    other = threading.Thread(target=release.wait)
+    other.start()
+    with pytest.MonkeyPatch.context() as patch, (tmp_path / "stack-1").open("w") as stack:
+        patch.syspath_prepend(tmp_path)
+        runpy.run_path(str(program), {"file": stack})
+    release.set()
+    other.join()
+    torchrun_process.note_step(tmp_path, 1, 7)
+    assert torchrun_process._describe_place(tmp_path, 1) == f"7 steps done, at {mine}:3"
+    assert torchrun_process._describe_place(tmp_path, 0) == "had not started"
 
 
 @pytest.mark.exhaustive

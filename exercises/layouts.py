@@ -52,7 +52,7 @@ MIN_RANKS = {"repair": 3}  # a majority of equal replicas; all others run on two
 LAYOUT_PRELOAD = ("minidist.tools.launch.run",)  # modules for the ranks that count calls
 _FILE = ROOT / "exercises" / "layouts.toml"
 _RANKS = 2  # that count, or more
-_MODEL = (
+SMALL_MODEL = (
     *("--model.num-layers", "2", "--model.hidden-size", "16", "--model.intermediate-size", "16"),
     *("--model.num-heads", "2", "--model.num-kv-heads", "2", "--model.vocab-size", "256"),
     *("--data.source", "synthetic", "--data.seq-len", "16", "--train.global-batch", "8", "--train.eval-samples", "4"),
@@ -114,7 +114,7 @@ def count_calls(
     with tempfile.TemporaryDirectory(prefix="minidist-layouts-") as folder:
         for name in names:
             ranks = max(_RANKS, MIN_RANKS.get(name, 1))
-            options = [*ENGINE, *_MODEL, *layout_options(name, ranks), "--folder", f"{folder}/{name}"]
+            options = [*ENGINE, *SMALL_MODEL, *layout_options(name, ranks), "--folder", f"{folder}/{name}"]
             steps = [["--train.steps", str(number)] for number in (_STEPS, _RESUMED_STEPS)]
             configs = [parse_train_options([*options, *words, "--checkpoint.resume", "auto"])[0] for words in steps]
             by_rank = server.run(_train_and_count, ranks, (configs, pieces), threads=1).values
@@ -126,14 +126,21 @@ def count_calls(
 
 def _train_and_count(world: "World", configs: Sequence["Config"], pieces: Sequence[LearnerPiece]) -> list[set[str]]:
     """Train with these pieces, one run after the other; return the names of those that this rank called in each."""
+    return [set(calls) for calls, _ in train_each(world, configs, pieces)]
+
+
+def train_each(
+    world: "World", configs: Sequence["Config"], pieces: Sequence[LearnerPiece]
+) -> list[tuple[dict[str, int], str]]:
+    """Train with these pieces, one run after the other; return this rank's calls of each and its output, by run."""
     from minidist.tools.launch.run import train_and_report
 
-    calls, found = install_pieces(pieces), []
-    with contextlib.redirect_stdout(io.StringIO()):
-        for config in configs:
-            calls.clear()
+    counted, found = install_pieces(pieces), []
+    for config in configs:
+        counted.clear()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             train_and_report(world, config)
-            found.append(set(calls))
+        found.append((dict(counted), output.getvalue()))
     return found
 
 

@@ -7,7 +7,7 @@ rank reports its calls, and a small model shows that the layout, with the learne
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exercises.catalogue import NONE, Catalogue, Exercise
 from exercises.layouts import (
@@ -25,8 +25,9 @@ from exercises.work import Work
 from minidist.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from minidist.comm import World
+    from minidist.comm import Group, Meter, World
     from minidist.config import Config
+    from minidist.train.observer import Observer
 
 _RESUMED = "--checkpoint.resume auto, in a --folder with a checkpoint"
 
@@ -102,13 +103,9 @@ def train_with_pieces(
     piece at all, was not called.
     """
     from minidist import comm
-    from minidist.mesh import Mesh
-    from minidist.tools.launch.run import train_and_report
 
-    calls = install_pieces(pieces)
-    train_and_report(world, config)
-    control = comm.bind(world, Mesh(dp=world.size), [])["control"]
-    calls_by_rank = comm.all_gather_object(dict(calls), control)
+    control = bind_control_group(world)
+    calls_by_rank, _ = train_and_count(world, control, config, pieces)
     if world.rank == 0:
         for line in format_calls(pieces, calls_by_rank):
             print(line, flush=True)
@@ -118,6 +115,34 @@ def train_with_pieces(
         raise RunError(f"no rank called {', '.join(unused)}, although this layout calls it")
     if not called:
         raise RunError("no rank called any of your pieces; leave the options of the layout out, and one is chosen")
+
+
+def bind_control_group(world: "World") -> "Group":
+    """Collective: return a process group of all ranks, for what they exchange about a run."""
+    from minidist import comm
+    from minidist.mesh import Mesh
+
+    return comm.bind(world, Mesh(dp=world.size), [])["control"]
+
+
+def train_and_count(
+    world: "World",
+    control: "Group",
+    config: "Config",
+    pieces: Sequence[LearnerPiece],
+    observers: "Sequence[Observer]" = (),
+    meter: "Meter | None" = None,
+) -> tuple[list[dict[str, int]], dict[str, Any]]:
+    """Collective: install the pieces and train; return the calls of each piece by rank, and the summary of the run.
+
+    control: of all ranks. observers, meter: as for `train_and_report`.
+    """
+    from minidist import comm
+    from minidist.tools.launch.run import train_and_report
+
+    calls = install_pieces(pieces)
+    summary = train_and_report(world, config, observers, meter)
+    return comm.all_gather_object(dict(calls), control), summary
 
 
 def format_calls(pieces: Sequence[LearnerPiece], calls_by_rank: Sequence[dict[str, int]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The learner's folder `work/`: copies of stubs and notebooks, and progress.json.
+"""The learner's folder `work/`: copies of stubs and notebooks, progress.json, and AGENTS.md for AI assistants.
 
 Nothing here writes outside that folder. A file that the learner has edited is never overwritten: the hash of each copy
 is stored, and only a file that still has it is updated.
@@ -14,6 +14,9 @@ from typing import Any
 from exercises.catalogue import Catalogue, Exercise
 from minidist.tools import progress
 from minidist.tools.output_files import write_atomically
+
+AGENTS = "AGENTS.md"  # the file in which AI assistants look for instructions
+_FOR_ASSISTANTS = "learner_agents.md"  # its text, under a name that does not address assistants of the course's authors
 
 
 class Work:
@@ -109,6 +112,14 @@ class Work:
         file = self.file(exercise)
         return file.is_file() and self.entry(exercise).get("sha256") == _digest(file.read_bytes())
 
+    def is_edited(self, exercise: Exercise) -> bool:
+        """Return whether the learner's file is there and is neither the stub nor the copy of an earlier stub."""
+        file = self.file(exercise)
+        if not file.is_file():
+            return False
+        copied = self.read().get("files", {}).get(str(file.relative_to(self.folder)))
+        return _digest(file.read_bytes()) not in (copied, _digest(exercise.stub.read_bytes()))
+
     def reveal_next_hint(self, exercise: Exercise) -> int:
         """Record that one more hint is shown; return the number of hints seen."""
         with self._edit_progress() as kept:
@@ -135,6 +146,8 @@ class Work:
         chapters = catalogue.root / "chapters"
         for notebook in sorted(chapters.glob("[0-9]*/*.ipynb")):
             yield self.folder / "chapters" / notebook.relative_to(chapters), _read_without_outputs(notebook)
+        if (agents := catalogue.root / "exercises" / _FOR_ASSISTANTS).is_file():
+            yield self.folder / AGENTS, agents.read_bytes()
 
 
 def _read_without_outputs(notebook: Path) -> bytes:

@@ -61,6 +61,28 @@ def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path
     assert work.file(newer["strided_partition"]).read_text().endswith("# newer\n")
 
 
+def test_start_writes_instructions_for_ai_assistants(work, tmp_path, capsys):
+    """They are renewed while they are as they were copied, and kept once the learner has edited them."""
+    course, agents = tmp_path / "course", work.folder / "AGENTS.md"
+    shutil.copytree(ROOT / "exercises" / BLOCK.chapter, course / "exercises" / BLOCK.chapter)
+    words = " ".join(agents.read_text().split())
+    for phrase in (
+        "Explain",
+        "Ask before you tell",
+        "exercises hint NAME",
+        "Write or complete the body of an exercise",
+    ):
+        assert phrase in words
+    for text in ("newer\n", "newest\n"):
+        (course / "exercises" / "learner_agents.md").write_text(text)
+        assert main(["--work", str(work.folder), "--root", str(course), "update"]) == 0
+        assert capsys.readouterr().out.endswith("mine: AGENTS.md renewed\n") and agents.read_text() == text
+    agents.write_text("my own rules\n")
+    (course / "exercises" / "learner_agents.md").write_text("newest of all\n")
+    assert main(["--work", str(work.folder), "--root", str(course), "update"]) == 0
+    assert "AGENTS.md: you have edited it" in capsys.readouterr().out and agents.read_text() == "my own rules\n"
+
+
 def test_reset_keeps_every_earlier_file(work):
     for text in ("first\n", "second\n"):
         work.file(BLOCK).write_text(text)

@@ -1,5 +1,6 @@
 """The function that every rank of `minidist train` runs: the trainer with the configured observers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from minidist.comm import Meter, World
@@ -18,17 +19,21 @@ from minidist.train.resume import inherit_options
 from minidist.train.trainer import train
 
 
-def train_and_report(world: World, config: Config) -> dict[str, Any]:
+def train_and_report(
+    world: World, config: Config, more_observers: Sequence[Observer] = (), meter: Meter | None = None
+) -> dict[str, Any]:
     """Train with the observers that `config` asks for; return the summary of the run. Collective.
 
     The observers show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also
-    has the held-out losses of a unigram and a bigram model.
+    has the held-out losses of a unigram and a bigram model. more_observers: come before these observers. meter: counts
+    the bytes in place of the run's own meter. Live recovery uses neither.
     """
     config = inherit_options(config)
     if config.fault.live_recovery:
         return train_with_recovery(world, config, make_observers_and_meter)
     run = train_simple if config.engine == "simple" else train
-    return run(world, config, *make_observers_and_meter(config))
+    observers, own_meter = make_observers_and_meter(config)
+    return run(world, config, [*more_observers, *observers], meter or own_meter)
 
 
 def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:

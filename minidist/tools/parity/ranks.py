@@ -6,8 +6,9 @@ import math
 import pickle
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,8 @@ class RankReport:
     unsharded shape of every parameter and buffer, by name. boxes: the index ranges that this rank has of each parameter
     and buffer. digests: hashes of this rank's parameters and buffers at the end, by name. scalars: (loss, gradient
     norm) of each step on this rank; the loss is None without counted tokens. num_reference_clips: the number of steps
-    in which the reference run clipped its gradient.
+    in which the reference run clipped its gradient. calls: the calls that `prepare` of `run_cases` counts, in this case
+    alone, by name; None if it counts none.
     """
 
     largest: dict[str, float]
@@ -46,6 +48,7 @@ class RankReport:
     digests: dict[str, str]
     scalars: tuple[tuple[float | None, float], ...]
     num_reference_clips: int
+    calls: dict[str, int] | None = None
 
 
 def report_file(folder: str, number: int, rank: int) -> Path:
@@ -135,10 +138,11 @@ def run_cases(
     """Collective: train each case on these ranks, one after the other, and write this rank's report of each.
 
     cases: (number, case, number of its reference). folder: contains the references; the reports are written there.
-    prepare: called first.
+    prepare: called first. If it returns a Counter that it goes on counting with, each report has the counts of its
+    case.
     """
-    if prepare is not None:
-        prepare()
+    counted = None if prepare is None else prepare()
+    calls = counted if isinstance(counted, Counter) else None
     groups: Groups | None = None
     for number, case, reference_number in cases:
         mesh = case.mesh_layout.mesh
@@ -148,7 +152,10 @@ def run_cases(
                 groups.destroy()
             groups = bind(world, mesh, specs)
         on_first = partial(_write_pickle, first_difference_file(folder, number, world.rank))
+        if calls is not None:
+            calls.clear()
         report = run_case(groups, case, _reference_file(folder, reference_number), on_first)
+        report = replace(report, calls=None if calls is None else dict(calls))
         _write_pickle(report_file(folder, number, world.rank), report)
 
 

@@ -24,8 +24,8 @@ def run(
 
     If the ranks of a case failed, yield the reason instead of the row. deadline_s: seconds for all cases of one world
     size together; None for 60 s and 5 s per case. prepare: called on every rank before its first case, not in the
-    processes that train the references. After a failure the remaining cases run on new ranks. Every rank has
-    one thread, as more do not speed up so small a model.
+    processes that train the references; it may return a Counter of calls (see `run_cases`). After a failure the
+    remaining cases run on new ranks. Every rank has one thread, as more do not speed up so small a model.
     """
     references = list(dict.fromkeys(case.reference_case for case in cases))
     with tempfile.TemporaryDirectory(prefix="minidist-parity-") as folder:
@@ -109,7 +109,7 @@ def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
     """Combine the reports of a case's ranks into one row of the result table.
 
     The row is ok if no rank found a difference beyond its tolerance and the ranks agree with each other. A difference
-    is None where that kind of value was not compared.
+    is None where that kind of value was not compared. If the reports have calls, so does the row: a dict for each rank.
     """
     largest = {kind: max(report.largest[kind] for report in reports) for kind in reports[0].largest}
     if case.has_own_gradients:
@@ -118,6 +118,7 @@ def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
     first_wrong = _describe_first_difference([report.first for report in reports]) or _find_cross_rank_fault(
         case, reports
     )
+    calls = [report.calls for report in reports]
     return {
         "layout": case.description,
         "dtype": case.dtype,
@@ -130,7 +131,7 @@ def make_table_row(case: Case, reports: Sequence[RankReport]) -> dict:
         "first_wrong": first_wrong,
         "tolerance": dict(case.tolerance),
         "ok": first_wrong is None,
-    }
+    } | ({} if None in calls else {"calls": calls})
 
 
 def _describe_first_difference(by_rank: Sequence[FirstDifference | None]) -> str | None:

@@ -68,14 +68,14 @@ def make_trainer(world: World, folder: Path, steps: int = 0, **changes: Any) -> 
         section, _, field = name.partition("__")
         value = dataclasses.replace(getattr(config, section), **{field: value}) if field else value
         config = dataclasses.replace(config, **{section: value})
-    with mock.patch.object(trainer_module, "bind", _bind):
+    with mock.patch.object(trainer_module, "bind", bind_once):
         trainer = Trainer(world, config)
     for _ in range(steps):
         trainer.step()
     return trainer
 
 
-def _bind(world: World, mesh: Mesh, specs: Sequence[GroupSpec], meter: Meter) -> Groups:
+def bind_once(world: World, mesh: Mesh, specs: Sequence[GroupSpec], meter: Meter | None = None) -> Groups:
     """`bind`, once for all trainers of a layout, with more memory for its threads than a check would allow."""
     key = id(world), mesh, tuple(specs)
     if key not in _GROUPS:

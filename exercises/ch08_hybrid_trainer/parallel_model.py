@@ -1,20 +1,21 @@
 """The order of composition.
 
-The chapters 01 to 06 have left you a function or a class for each kind of parallelism. Apply all that a layout needs to
-one plain model, in an order in which no call destroys the work of another, and connect backward to the reducer.
+The chapters 01 to 06 have left you a function or a class for each kind of parallelism. Apply all that a layout needs
+to one plain model, in an order in which no call destroys the work of another, and connect backward to the reducer.
 
 model: a Transformer with all layers in float32 or float64, some of whose parameters may be frozen; it is changed in
 place. All ranks get the values of rank 0. groups: `groups["tensor"]` is this rank's group of that name, `"tensor" in
 groups` says whether it has one, and groups.get("tensor") is None if not. groups.mesh has the sizes mesh.pp, mesh.dp,
 mesh.cp and mesh.tp; groups.world.rank is this rank. config: the options config.parallel.schedule ("gpipe", "1f1b", or
 "zb-h1": 1F1B with split backward), .sequence (True: sequence parallelism) and .context ("ring" or "ulysses"),
-config.recompute ("none" or "block"), config.precision.policy ("fp32", "fp64", "bf16" or "fp16"), config.zero.stage (0:
-no ZeRO), config.model.num_layers and config.train.micro_batches.
+config.recompute ("none" or "block"), config.precision.policy ("fp32", "fp64", "bf16" or "fp16"), config.zero.stage
+(0: no ZeRO), config.model.num_layers and config.train.micro_batches.
 Result: ParallelModel(model, specs, layers, reducer, master_specs), a dataclass. specs: of all parameters and buffers.
-layers: the range of this stage's layers. master_specs: {name: spec} of the masters, those of `specs` without ZeRO. Its
-attributes pipeline, tied and scaler are None until you set them: scaler with fp16; the others in connect_backward.
-connect_backward: hooks give each gradient of backward to an `add(name, gradient)`: the reducer's, or, on a rank with a
-group "tied", that of a TiedGradient. With pp > 1 the executor gets this stage's actions and the same `add`.
+layers: the range of this stage's layers. master_specs: {name: spec} of the masters, those of `specs` without ZeRO.
+Its attributes pipeline, tied and scaler are None until you set them: scaler with fp16; the others in
+connect_backward.
+connect_backward: hooks give each gradient of backward to an `add(name, gradient)`: the reducer's, or, on a rank with
+a group "tied", that of a TiedGradient. With pp > 1 the executor gets this stage's actions and the same `add`.
 
 Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, with 1F1B and 2 micro-batches. On rank 3
     layers is range(2, 4), and pipeline.actions is [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
@@ -23,10 +24,11 @@ Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, wi
 
 Checked: loss, gradients, gradient norm and parameters of two steps, with ranks that begin with other values, against
 one process in float64: on 1 rank with recomputation; on 2 with each schedule, tied and untied, ring attention and
-Ulysses, sequence parallelism, more tensor-parallel ranks than key-value heads, ZeRO 1 to 3; on 4 with two of these at a
-time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are; names, boxes and replicas in specs and
-master_specs; the executor's actions; that .grad of parameters stays None in backward; that blocks run twice with
-recomputation; and dtypes: with bf16 and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact values.
+Ulysses, sequence parallelism, more tensor-parallel ranks than key-value heads, ZeRO 1 to 3; on 4 with two of these at
+a time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are; names, boxes and replicas in specs
+and master_specs; the executor's actions; that .grad of parameters stays None in backward; that blocks run twice with
+recomputation; and dtypes: with bf16 and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact
+values.
 
 You may call:
     broadcast_model(model, group)   all ranks get the values of rank 0 of the group; groups["control"] has all ranks

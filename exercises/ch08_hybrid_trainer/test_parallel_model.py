@@ -1,7 +1,6 @@
 """Tests of parallel_model: a step of each layout, made of the answer's parts, beside one process in float64."""
 
 import torch
-from torch import nn
 
 from exercises.hybrid_run import FROZEN, RATES, OneProcess, Run, Shards, make_config, make_groups, make_model
 from exercises.testing import Wrong, expect, test
@@ -189,9 +188,10 @@ def recomputation_repeats_the_blocks(answer, world, network):
     for recompute, runs in (("block", 2), ("none", 1)):
         config = make_config({"pp": world.size}, recompute=recompute)
         parallel, groups = build(answer, world, config)
-        seen = []
+        seen: list[int] = []
         for index in parallel.layers:
-            parallel.model.model.layers[index].mlp.register_forward_hook(lambda *_, index=index: seen.append(index))
+            block = parallel.model.model.layers[index]
+            block.mlp.register_forward_hook(lambda *_, seen=seen, index=index: seen.append(index))
         run = Run(Engine(parallel, groups, config), parallel, groups, Shards.of(config, 1))
         run.step(0, RATES[0])
         counts = {index: seen.count(index) for index in parallel.layers}

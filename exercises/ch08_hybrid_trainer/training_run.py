@@ -3,48 +3,48 @@
 Write the run around the step: data, the learning rate, a stop that all ranks agree on, digests, evaluations and
 checkpoints, so that a run which was stopped and resumed takes the steps of a run that was not.
 
-The constructor is given; it resumes from the newest checkpoint and sets progress, Progress(step, consumed_samples): the
-number of completed steps, and of the samples of the data that they have used. Write five methods.
+The constructor is given; it resumes from the newest checkpoint and sets progress, Progress(step, consumed_samples):
+the number of completed steps, and of the samples of the data that they have used. Write five methods.
 step: the next step, on config.train.global_batch samples from consumed_samples on. The learning rate is that of step
 number progress.step, from 0, of train.steps. The rank's weight is its data shard's of data.weights, or 1. If the
 decision is not finite, raise RunError and leave progress alone; but an overflow is an ordinary skipped step, unless
 scaler.overflows_persist. A skipped step counts, with its samples.
 run: steps until train.steps, or until a stop is agreed. After each, in this order: notify("on_step", self, decision);
-agree_on_stop; compare_replicas, every fault.digest_every steps and before each save (never if it is 0); evaluate, every
-train.eval_every steps, but not after the last step or at a stop; save, every checkpoint.every steps, after the last
-step, and at a stop. 0 means never for all three. In the end notify("on_last_step", self), then evaluate, unless a stop
-ended the run before its last step; notify("on_end", self, summary), and return the summary: {"step", "stopped" (before
-the last step), "folder": str}, with "held_out_loss" if there was a last evaluation.
+agree_on_stop; compare_replicas, every fault.digest_every steps and before each save (never if it is 0); evaluate,
+every train.eval_every steps, but not after the last step or at a stop; save, every checkpoint.every steps, after the
+last step, and at a stop. 0 means never for all three. In the end notify("on_last_step", self), then evaluate, unless
+a stop ended the run before its last step; notify("on_end", self, summary), and return the summary: {"step", "stopped"
+(before the last step), "folder": str}, with "held_out_loss" if there was a last evaluation.
 agree_on_stop: whether any rank asked, the same on all ranks. With self.engine.merger, replicas that train separately
 may stop only where merger.num_different_models is 1; there they ask each other, and before a merge nobody asks.
 evaluate: the mean loss of all held-out samples, each of them once, in micro-batches of all ranks together of at most
 global_batch // micro_batches samples (at least 1); notify("on_evaluation", step, loss, number of different models), 1
 without a merger. save: rank 0 then removes old checkpoints, and all raise if it fails; notify("on_checkpoint", path).
-Example: train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3. Digests are compared after the steps 2, 3, 4, 6
+Example: train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3. Digests are compared after steps 2, 3, 4, 6
     and 7, evaluations are after 3 and 6 and once in the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end
     in step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
 
-Checked: losses and parameters of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights, 7
-samples per step and a changing learning rate; all events, saves and comparisons of several schedules, in order; a stop
-by one rank, at a step of its own choice or at the last; stopped and resumed runs, bit by bit, with fp16, ZeRO and another
-number of ranks; which checkpoints are kept; the held-out loss, for numbers of samples that do not divide; an overflow,
-several of them, a loss of NaN; a failed removal; local SGD: stops at merges only, on all replicas.
+Checked: losses and parameters of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights,
+7 samples per step and a changing learning rate; all events, saves and comparisons of several schedules, in order; a
+stop by one rank, at a step of its own choice or at the last; stopped and resumed runs, bit by bit, with fp16, ZeRO
+and another number of ranks; which checkpoints are kept; the held-out loss, for numbers of samples that do not divide;
+an overflow, several of them, a loss of NaN; a failed removal; local SGD: stops at merges only, on all replicas.
 
 You may call:
-    self.loader.micro_batches(position, size, dp_rank, dp_size, micro_batches, shares) -> list   of this data shard; also
-        self.held_out.micro_batches(...), without shares; self.held_out.num_samples; self.mesh.dp; config.data.shares
+    self.loader.micro_batches(position, size, dp_rank, dp_size, micro_batches, shares) -> list   of this data shard;
+        also self.held_out.micro_batches(...), without shares; self.held_out.num_samples; config.data.shares
     self.mesh.coords(self.world.rank)["dp"]   this rank's data shard; learning_rate(config.optim, step, steps) -> float
     self.engine.step(step, batches, lr, weight, stop_requested) -> Decision, self.engine.evaluate(batches) -> loss
     decision.is_finite, .overflowed, .stop_requested; self.engine.scaler   None without loss scaling
     self.is_stop_requested()   whether this rank asks for the end; self.control   the group of all ranks
     all_gather_object(value, group) -> list   collective; self.notify(event, *args), self.compare_replicas()
     checkpoint.save(root, step, shards, state, group) -> path   collective; root: self.folder / "checkpoints"
-    state_shards(self.engine), json_state(self)   the shards and the state; checkpoint.prune(path, config.checkpoint.keep)
-    checkpoint.on_all_ranks(action, group)   calls action() on all ranks; raises on all if one raised
+    state_shards(self.engine), json_state(self)   the shards and the state; checkpoint.on_all_ranks(action, group)
+    checkpoint.prune(path, config.checkpoint.keep)   keeps the newest checkpoints up to `path`, deletes the others
 
 Check it with: python -m exercises check training_run
 
-Stub 3e51af89.
+Stub 4f9b73ba.
 """
 
 import time
@@ -65,7 +65,6 @@ from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.parallelize import group_specs, parallelize
 from minidist.simple.recovery import differing_replicas, recover, replicated_tensors
-from minidist.simple.trainer import train
 from minidist.simple.training_state import Progress, json_state, resume, state_shards
 
 

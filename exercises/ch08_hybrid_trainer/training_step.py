@@ -1,18 +1,18 @@
 """One step of any layout.
 
-Write the step of the trainer: count, forward and backward, reduce, agree, update, gather. On every layout it must give
-the numbers of one process, and no rank may write a parameter before all ranks have decided that all do.
+Write the step of the trainer: count, forward and backward, reduce, agree, update, gather. On every layout it must
+give the numbers of one process, and no rank may write a parameter before all ranks have decided that all do.
 
 The constructor, evaluation and the helpers below are given; write four methods. step: micro_batches are this data
 shard's, of complete sequences, of which `take_tokens` cuts this rank's part; the result is the Decision, equal on all
-ranks of self.control. forward_backward: returns this rank's part of the loss, such that the sum of all parts is the mean
-token loss. squared_norm: this rank's part of the squared norm of the global gradient; ranks that have the same elements
-share them out among each other. clip_and_step_optimizer: if optim.clip_norm is not None and the norm is larger, all
-gradients are multiplied by clip_norm / (norm + 1e-6), then the optimizer steps with the learning rate lr.
+ranks of self.control. forward_backward: returns this rank's part of the loss, such that the sum of all parts is the
+mean token loss. squared_norm: this rank's part of the squared norm of the global gradient; ranks that have the same
+elements share them out among each other. clip_and_step_optimizer: if optim.clip_norm is not None and the norm is
+larger, all gradients are multiplied by clip_norm / (norm + 1e-6), then the optimizer steps with the learning rate lr.
 self.reducer has the interface of chapter 01; with an added gradient it knows whose parameter was used. self.scaler is
-None without loss scaling; backward begins with the loss times scaler.scale, and the sums are divided by the same scale.
-self.parallel.pipeline and .tied are None without; self.parallel.master_specs[name].replicas are the ranks that have the
-same elements of self.reducer.masters[name]. self.merger is None unless replicas train separately.
+None without loss scaling; backward begins with the loss times scaler.scale, and the sums are divided by the same
+scale. self.parallel.pipeline and .tied are None without; self.parallel.master_specs[name].replicas are the ranks that
+have the same elements of self.reducer.masters[name]. self.merger is None unless replicas train separately.
 Example: two data-parallel ranks of weight 1 have 3 and 1 tokens, with loss sums 6.0 and 4.0. The count is 4, the parts
     of the loss 1.5 and 1.0, and the loss 2.5: the mean over all tokens, where the mean of means is 3.0.
     If the summed gradient of the only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm 5; with
@@ -24,9 +24,10 @@ axis by itself, tied embeddings over two stages, ZeRO 1 to 3, recomputation; dro
 above and below clip_norm, and None; learning rates that change; a gradient that a parameter does not have. A step
 without a token that counts: loss None, no rank changes anything, and the next step is right. Infinity in one rank's
 gradients, and NaN in one rank's loss: no rank updates; the loss scale is halved for the first only; the scale that
-multiplies and the one that divides are equal also when it doubles. fp16: the 16-bit parameters are the rounded masters.
-A request to stop by one rank is in every Decision. With replicas that train separately: the merge follows each step with
-the replica's tokens, 0 if its update was skipped, and also a replica without an update computes with merged values.
+multiplies and the one that divides are equal also when it doubles. fp16: the 16-bit parameters are the rounded
+masters. A request to stop by one rank is in every Decision. With replicas that train separately: the merge follows
+each step with the replica's tokens, 0 if its update was skipped, and also a replica without an update computes with
+merged values.
 
 You may call:
     count_tokens(numbers, weight, group) -> float   collective; groups["grads"]; batch.num_loss_tokens   of one batch

@@ -33,7 +33,6 @@ from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import Decision
 from minidist.simple.parallelize import group_specs, parallelize
 from minidist.simple.recovery import differing_replicas, recover, replicated_tensors
-from minidist.simple.trainer import train
 from minidist.simple.training_state import Progress, json_state, resume, state_shards
 
 

@@ -65,9 +65,9 @@ def trains_as_one_process(answer, world, layouts, steps):
             run.expect_step(one, step, case)
 
 
-@test(points=4)
+@test(points=3)
 def one_rank_trains(answer, world, network):
-    """On one rank three steps are those of one process: with dropout after an evaluation, and a norm below clip_norm."""
+    """On one rank three steps are those of one process: with dropout, evaluations, and norms below clip_norm."""
     for clip_norm in (None, 100.0, 0.05):
         run = make_run(answer, world, make_config({}, **DROPOUT, optim__clip_norm=clip_norm), has_unused=True)
         one = OneProcess(run.shards, has_unused=True)
@@ -79,7 +79,7 @@ def one_rank_trains(answer, world, network):
 
 @test(points=3, ranks=(1, 2))
 def step_without_tokens(answer, world, network):
-    """If no label counts on any rank, nothing changes, and the next step is right; one rank without any is no reason."""
+    """If no label counts on any rank, nothing changes, and the next step is right; one rank without any is fine."""
     config = make_config({"dp": world.size})
     run = make_run(answer, world, config, Shards.of(config, world.size, silent=(1,)))
     one, case = OneProcess(run.shards), "no label counts in step 1"
@@ -103,7 +103,7 @@ def expect_unchanged(run, before, case):
         expect(name, after[name], tensor, case=case)
 
 
-@test(points=6, ranks=(2,))
+@test(points=5, ranks=(2,))
 def each_axis_trains(answer, world, network):
     """With each kind of parallelism on two ranks, two steps are those of one process."""
     trains_as_one_process(answer, world, LAYOUTS[2], 2)
@@ -124,9 +124,8 @@ def one_bad_rank_stops_all(answer, world, network):
             decision = run.step(1, RATES[1])
             run.parallel.model.loss, run.spoil = loss, lambda: None
             expect_unchanged(run, before, case)
-            if mesh == {"dp": 2} or kind != "NaN in the loss" or rank == 0:
-                told = decision.update_successful, decision.is_finite, math.isnan(decision.grad_norm)
-                expect("update_successful, is_finite, whether the norm is NaN", told, (False, False, True), case=case)
+            told = decision.update_successful, decision.is_finite, math.isnan(decision.grad_norm)
+            expect("update_successful, is_finite, whether the norm is NaN", told, (False, False, True), case=case)
             run.expect_step(one, 2, f"{case}; the next one")
 
 
@@ -179,9 +178,9 @@ def expect_rounded(run, case):
         expect(f"the parameter {name}", parameter, master.to(parameter.dtype), case=case)
 
 
-@test(points=2, ranks=(2,))
+@test(points=1, ranks=(2,))
 def a_request_to_stop_is_known_to_all(answer, world, network):
-    """All ranks' decisions have the request of any rank, and those of a step that nobody asked to be the last do not."""
+    """All ranks' decisions have the request of any rank, and none if no rank asks."""
     run = make_run(answer, world, make_config({"dp": 2}))
     for step, asking in enumerate((None, 1, 0)):
         decision = run.step(step, RATES[step], stop_requested=world.rank == asking)

@@ -22,13 +22,13 @@ Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, wi
     model.model.embed_tokens.weight has the shape (66, 24), and its spec the shape (132, 24), the box from (66, 0) to
     (132, 24) and the replicas (1, 3), because stage 0 has this shard, too; tied is set
 
-Checked: loss, gradients, gradient norm and parameters of two steps, with ranks that begin with other values, against
-one process in float64: on 1 rank with recomputation; on 2 with each schedule, tied and untied, ring attention and
+Checked: loss, gradients, gradient norm and parameters of a step, with ranks that begin with other values, against one
+process in float64: on 1 rank with recomputation; on 2 with each schedule, tied and untied, ring attention and
 Ulysses, sequence parallelism, more tensor-parallel ranks than key-value heads, ZeRO 1 to 3; on 4 with two of these at
 a time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are; names, boxes and replicas in specs
-and master_specs; the executor's actions; that .grad of parameters stays None in backward; that blocks run twice with
-recomputation; and dtypes: with bf16 and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact
-values.
+and master_specs; the executor's actions; that .grad of 16-bit parameters stays None in backward; that blocks run
+twice with recomputation and once without; the tokens that a norm sees; and dtypes: with bf16 and fp16 parameters in
+16 bits, and masters in float32 with rank 0's exact values.
 
 You may call:
     broadcast_model(model, group)   all ranks get the values of rank 0 of the group; groups["control"] has all ranks

@@ -14,6 +14,32 @@ share the embedding a TiedGradient stands before the reducer, for hooks and for 
 entrances one half of the gradient would reach the reducer without the other stage's part.
 
 Usual wrong answers:
+* ignores the schedule
+* always recomputes
+* always uses ring attention, with the tokens of Ulysses
+* runs zb-h1 as plain 1F1B
+* sends rank 0's values after the conversion to 16 bits: the masters are each rank's own
+* sends the values of the first data shard only: the other tensor-parallel ranks and stages keep their own
+* the package's own
+* gives every rank the first stage
+* gives the executor the reducer's add: with a split backward the tied gradient gets nothing
+* gives every stage the actions of the first
+* leaves the gradients of a shared key-value head partial
+* gives hooks the reducer's add: the tied gradient gets nothing
+* makes the masters of the unsplit tensors, which no forward reads
+* describes masters of frozen parameters, too
+* keeps each rank's own initial values
+* registers no hooks: the reducer gets nothing
+* does not recompute
+* never scales the loss
+* leaves out sequence parallelism
+* gives the optimizer the 16-bit parameters
+* scales the loss with bf16, too
+* reads the shapes of the shards: the specs say that each rank has whole tensors
+* describes ZeRO's masters as full parameters
+* takes the rank modulo pp for the stage
+* gives the reducer both parts of the tied gradient without their sum
+* applies nothing: every rank has the whole model
 """
 
 from torch import nn

@@ -156,7 +156,11 @@ class OneProcess:
         trained = [p for p in self.named.values() if p.requires_grad]
         decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": self.config.optim.weight_decay}
         others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
-        self.optimizer = torch.optim.AdamW([decayed, others], 1.0, self.config.optim.betas, self.config.optim.eps)
+        optim = self.config.optim
+        if optim.kind == "sgd":
+            self.optimizer = torch.optim.SGD([decayed, others], 1.0, foreach=False)
+        else:
+            self.optimizer = torch.optim.AdamW([decayed, others], 1.0, optim.betas, optim.eps, foreach=False)
         self.loss, self.num_tokens, self.norm = None, 0.0, 0.0
         self.gradients: dict[str, Tensor | None] = {}
 

@@ -112,11 +112,11 @@ def each_axis_trains(answer, world, network):
 @test(points=4, ranks=(2,))
 def one_bad_rank_stops_all(answer, world, network):
     """Infinity in one rank's gradients, or NaN in its loss: no rank updates, and the next step is right."""
-    for mesh in ({"dp": 2}, {"tp": 2}):
+    for name, mesh, stage in (("dp=2, ZeRO stage 1", {"dp": 2}, 1), ("tp=2", {"tp": 2}, 0)):
         for rank, kind in ((0, "NaN in the loss"), (1, "infinity in a gradient")):
-            config = make_config(mesh, optim__clip_norm=1.0)
+            config = make_config(mesh, optim__clip_norm=1.0, zero__stage=stage)
             run = make_run(answer, world, config)
-            one, case = OneProcess(run.shards), f"{mesh}; {kind} of rank {rank} in step 1"
+            one, case = OneProcess(run.shards), f"{name}; {kind} of rank {rank} in step 1"
             run.expect_step(one, 0, case)
             before, loss = run.tensors(), run.parallel.model.loss
             if world.rank == rank:
@@ -137,25 +137,25 @@ def spoil(run, kind):
         return
 
     def put_infinity():
-        name = "model.layers.1.mlp.up_proj.weight"
-        run.parallel.reducer.masters[name].grad.view(-1)[0] = math.inf
+        masters = run.parallel.reducer.masters
+        name = next(name for name in masters if "mlp.up_proj" in name)  # sharded by tensor parallelism and by ZeRO
+        masters[name].grad.view(-1)[0] = math.inf
 
     run.spoil = put_infinity
 
 
 @test(points=4, ranks=(1, 2))
 def the_loss_scale_is_removed(answer, world, network):
-    """In fp16 the norm is that of float64 while the scale doubles and halves; parameters are the rounded masters."""
-    config = make_config({"dp": world.size}, **SCALED)
+    """In fp16 norm and update are those of float64 while the scale doubles and halves; parameters are the masters."""
+    config = make_config({"dp": world.size}, **SCALED, optim__kind="sgd", optim__weight_decay=0.0)
     run = make_run(answer, world, config)
     one = OneProcess(run.shards)
     scales = []
     for step in range(4):
         case = f"fp16, a scale of 64 that doubles after each good step; step {step}"
         if step == 2:
-            case += ", infinity in a gradient of the last rank"
-            if world.rank == world.size - 1:
-                spoil(run, "infinity in a gradient")
+            case += ", infinity in a summed gradient"
+            spoil(run, "infinity in a gradient")
         before = run.tensors()
         decision = run.step(step, RATES[0])
         run.spoil = lambda: None
@@ -167,6 +167,9 @@ def the_loss_scale_is_removed(answer, world, network):
         one.step(step, RATES[0])
         expect("the loss", decision.loss, one.loss, case=case, tolerance=0.02)
         expect("the gradient norm", decision.grad_norm, one.norm, case=case, tolerance=0.05 * one.norm)
+        changes = [(tensor - before[name]).square().sum() for name, tensor in run.tensors().items() if "master" in name]
+        change, wanted = sum(changes).sqrt().item(), RATES[0] * one.norm
+        expect("the length of the masters' change by SGD", change, wanted, case=case, tolerance=0.05 * wanted)
         expect_rounded(run, case)
     expect("the loss scale after each step", scales, [128.0, 256.0, 128.0, 256.0], case="64 at the start")
 

@@ -15,6 +15,44 @@ Reduce, update, gather: this order is the same for plain data parallelism, where
 ZeRO, where it moves the parameters. Whatever has changed the masters, an update or a merge, is followed by it.
 
 Usual wrong answers:
+* scales small gradients up to clip_norm
+* has the dropout masks of step 0 in every step
+* the package's own
+* clips by this rank's part of the norm
+* reports the loss 3 for every batch
+* counts before context parallelism cuts the sequences: every token counts once per rank
+* divides by the number of micro-batches, too
+* divides by the number of data-parallel ranks, as if nothing was sharded or replicated otherwise
+* divides by a count of 0
+* stays in evaluation mode after an evaluation: no dropout
+* skips the update only where this rank sees the fault
+* adds each step's gradients to those of the last
+* divides by a scale that nothing was multiplied by
+* adds up the equal losses of the tensor-parallel ranks
+* divides by this rank's own count: the loss is a mean of means
+* leaves the parameters of a replica that has skipped its update as they were
+* a replica that skips a step does not come to the merge
+* does not tell the reducer of the end of a micro-batch
+* does not clip
+* never merges replicas
+* a rank without tokens of its own does not update
+* leaves the parameters as they are: ZeRO's other shards are old
+* never sets the learning rate
+* reduces before the tied gradient is complete: its sum is in no reduction
+* counts replicated elements once for each rank that has them
+* divides ZeRO's shards by the number of ranks with the parameter
+* tells the others nothing of a request to stop
+* does not gather ZeRO's root
+* leaves the loss scale in the gradients
+* removes the scale after the decision, which has changed it
+* reports the scaled loss
+* gives a replica weight for an update that was skipped
+* leaves out the sum of the tied gradient over both stages
+* expects a gradient of every parameter
+* updates, and then learns that no rank should have
+* weights the count and not the loss
+* weights the loss and not the count
+* decides and changes nothing
 """
 
 import math

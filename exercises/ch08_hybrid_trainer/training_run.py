@@ -44,7 +44,7 @@ You may call:
 
 Check it with: python -m exercises check training_run
 
-Stub 4f9b73ba.
+Stub 7dddbc08.
 """
 
 import time
@@ -131,7 +131,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
         raise NotImplementedError(
-            "run steps, digests, evaluations and saves to the last step or to a stop; return the summary"
+            "run to the last step or to a stop, with digests, evaluations and saves; return the summary"
         )
 
     def step(self) -> Decision:

@@ -34,6 +34,7 @@ _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 _OPERATORS = (
     "minidist.simple.pipeline:split_backward",
     *("minidist.simple.training_state:", "minidist.simple.recovery:recover"),
+    *("minidist.simple.parallelize:parallelize", "minidist.simple.engine:", "minidist.simple.trainer:"),
 )
 # After these findings the other tests would fail in the same way.
 _STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit", "breakpoint")

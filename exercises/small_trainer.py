@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import random
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, T
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parameters import named_parameters
-from minidist.simple import trainer as trainer_module
 from minidist.simple.trainer import Trainer
 
 _BYTES_OF_THREADS = 4 << 30  # of address space, for the threads of all groups of a layout
@@ -48,10 +48,19 @@ def write_texts(folder: Path) -> None:
         (folder / name).write_text(" ".join(words.choice(_WORDS) for _ in range(400)))
 
 
-def make_trainer(world: World, folder: Path, steps: int = 0, **changes: Any) -> Trainer:
+def make_trainer(
+    world: World,
+    folder: Path,
+    /,
+    steps: int = 0,
+    trainer_class: type = Trainer,
+    observers: Sequence = (),
+    **changes: Any,
+) -> Trainer:
     """Collective: build a trainer that has no checkpoint, and run `steps` steps: 12 samples, AdamW and dropout.
 
-    changes: `section__field=value` of the configuration, or `field=value`.
+    trainer_class: the package's, or an answer's. changes: `section__field=value` of the configuration, or
+    `field=value`.
     """
     model = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2, dropout=0.1)
     config = Config(
@@ -68,14 +77,14 @@ def make_trainer(world: World, folder: Path, steps: int = 0, **changes: Any) -> 
         section, _, field = name.partition("__")
         value = dataclasses.replace(getattr(config, section), **{field: value}) if field else value
         config = dataclasses.replace(config, **{section: value})
-    with mock.patch.object(trainer_module, "bind", _bind):
-        trainer = Trainer(world, config)
+    with mock.patch.dict(vars(sys.modules[trainer_class.__module__]), bind=bind_once):
+        trainer = trainer_class(world, config, observers)
     for _ in range(steps):
         trainer.step()
     return trainer
 
 
-def _bind(world: World, mesh: Mesh, specs: Sequence[GroupSpec], meter: Meter) -> Groups:
+def bind_once(world: World, mesh: Mesh, specs: Sequence[GroupSpec], meter: Meter | None = None) -> Groups:
     """`bind`, once for all trainers of a layout, with more memory for its threads than a check would allow."""
     key = id(world), mesh, tuple(specs)
     if key not in _GROUPS:

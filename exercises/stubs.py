@@ -207,7 +207,7 @@ def _imports(exercise: Exercise) -> str:
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
         used = {name for source in sources for name in _used_names(ast.parse(source))}
         used -= set(exercise.symbols)
-        own = {name for node in tree.body for name in _defined_names(node)} & used
+        own = {name for node in tree.body for name in _defined_names(node)} & used - _local_names(sources)
         if own:
             named.setdefault(module, set()).update(own)
         for node in _top_level_statements(tree):
@@ -241,6 +241,12 @@ def _used_names(tree: ast.Module) -> set[str]:
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
             found |= _used_names(ast.parse(text.value))
     return found
+
+
+def _local_names(sources: list[str]) -> set[str]:
+    """Return the names of all variables that some functions and classes assign."""
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _top_level_statements(tree: ast.Module) -> list[ast.stmt]:

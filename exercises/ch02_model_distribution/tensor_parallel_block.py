@@ -32,7 +32,7 @@ You may call:
 
 Check it with: python -m exercises check tensor_parallel_block
 
-Stub 31e5035e.
+Stub 564655fd.
 """
 
 from functools import partial
@@ -57,7 +57,7 @@ def shard_weight(module: nn.Module, dim: int, group: Group, num_shards: int | No
 def sum_replica_gradients(group: Group, *parameters: nn.Parameter) -> None:
     """Sum the gradients of some parameters over the ranks of `group`, inside backward.
 
-    For replicas that work on different heads or tokens: each rank's own gradient is a partial sum.
+    For replicas that work on different heads or tokens: each rank's gradient is a partial sum. Frozen ones have none.
     """
     raise NotImplementedError("let every backward sum the gradients over the ranks of `group`")
 

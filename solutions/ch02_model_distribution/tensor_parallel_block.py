@@ -62,17 +62,18 @@ def shard_weight(module: nn.Module, dim: int, group: Group, num_shards: int | No
     """
     num_shards = num_shards or group.size
     own = module.weight.detach().chunk(num_shards, dim)[group.rank * num_shards // group.size]
-    module.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    module.weight = nn.Parameter(own.clone(memory_format=torch.contiguous_format), module.weight.requires_grad)
     return module
 
 
 def sum_replica_gradients(group: Group, *parameters: nn.Parameter) -> None:
     """Sum the gradients of some parameters over the ranks of `group`, inside backward.
 
-    For replicas that work on different heads or tokens: each rank's own gradient is a partial sum.
+    For replicas that work on different heads or tokens: each rank's gradient is a partial sum. Frozen ones have none.
     """
     for parameter in parameters:
-        parameter.register_hook(partial(sum_over_ranks, group=group))
+        if parameter.requires_grad:
+            parameter.register_hook(partial(sum_over_ranks, group=group))
 
 
 class TensorParallelMLP(nn.Module):

@@ -1,5 +1,7 @@
 """Tensor parallelism of the simple trainer, against torch's own (DTensor) and one process, in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -100,6 +102,35 @@ def test_loss_and_gradients_are_those_of_torch(ranks, size, sequence):
             torch.testing.assert_close(
                 grad, expected_grads[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def gradients_beside_frozen_parameters(world: World, size: int) -> dict[str, torch.Tensor | None]:
+    """The gradients of a model of which a norm, a matrix and the key heads' weights are frozen; `size` 1: unsharded."""
+    model = Transformer(dataclasses.replace(CONFIG, num_kv_heads=1)).double()
+    init_parameters(model, 3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in FROZEN)
+    if size > 1:
+        group = bind(world, Mesh(tp=size), [GroupSpec("tp", ("tp",))])["tp"]
+        apply_tensor_parallel(model, group, group, sequence_parallel=True)
+    model(*make_batch())[0].backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+FROZEN = (
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.mlp.gate_proj.weight",
+)
+
+
+def test_frozen_parameters_stay_frozen_and_need_no_sum(ranks):
+    [expected] = ranks(gradients_beside_frozen_parameters, 1, 1)
+    for gradients in ranks(gradients_beside_frozen_parameters, 2, 2):
+        assert {name for name, gradient in gradients.items() if gradient is None} == set(FROZEN)
+        for name, gradient in gradients.items():
+            if gradient is not None and gradient.shape == expected[name].shape:  # not sharded
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
 def test_collectives_of_one_step(ranks):

@@ -130,7 +130,9 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
-        raise NotImplementedError("run steps, digests, evaluations and saves to the last step or to a stop; return the summary")
+        raise NotImplementedError(
+            "run steps, digests, evaluations and saves to the last step or to a stop; return the summary"
+        )
 
     def step(self) -> Decision:
         """Collective: train on the next global batch. Raises RunError if its loss or a gradient is not finite.

@@ -1,4 +1,4 @@
-"""The diagram of groups on nodes counts the groups that cross a border, draws them in another colour, and refuses gaps."""
+"""The diagram of groups on nodes counts the groups that cross a border, draws them in red, and refuses gaps."""
 
 import matplotlib
 import pytest

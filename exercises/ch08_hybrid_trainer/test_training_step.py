@@ -43,7 +43,6 @@ LAYOUTS = {
         ("data parallelism and pipeline, ZeRO stage 2", {"dp": 2, "pp": 2}, TIED | CLIP | {"zero__stage": 2}),
         ("data and context parallelism", {"dp": 2, "cp": 2}, {"parallel__context": "ulysses"}),
     ],
-    8: [("pp=2, dp=2, tp=2, tied embedding", {"pp": 2, "dp": 2, "tp": 2}, TIED | CLIP)],
 }
 SCALED = {"precision__policy": "fp16", "precision__initial_scale": 64.0, "precision__growth_interval": 1}
 
@@ -232,13 +231,7 @@ def note_merges(merger):
     return given
 
 
-@test(points=3, ranks=(4,))
+@test(points=4, ranks=(4,))
 def two_axes_train(answer, world, network):
     """With two kinds of parallelism on four ranks, two steps are those of one process."""
     trains_as_one_process(answer, world, LAYOUTS[4], 2)
-
-
-@test(points=1, ranks=(8,))
-def three_axes_train(answer, world, network):
-    """With pipeline, data and tensor parallelism on eight ranks, two steps are those of one process."""
-    trains_as_one_process(answer, world, LAYOUTS[8], 2)

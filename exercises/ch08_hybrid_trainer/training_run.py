@@ -44,7 +44,7 @@ You may call:
 
 Check it with: python -m exercises check training_run
 
-Stub 4f9b73ba.
+Stub a5be44f3.
 """
 
 import time
@@ -130,9 +130,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Collective: train to the last step, or until a rank asks for the end; return a summary of the run."""
-        raise NotImplementedError(
-            "run steps, digests, evaluations and saves to the last step or to a stop; return the summary"
-        )
+        raise NotImplementedError("run to the last step or a stop, with digests, evaluations, saves; return a summary")
 
     def step(self) -> Decision:
         """Collective: train on the next global batch. Raises RunError if its loss or a gradient is not finite.

@@ -13,6 +13,49 @@ The held-out loss is a sum over all samples, divided by the number of all tokens
 depend on the layout. Replicas that train separately do not meet between merges, so a stop has to wait for one.
 
 Usual wrong answers:
+* calls separate replicas one model
+* stops replicas between merges: the checkpoint has models that differ
+* the package's own
+* has the same samples in every step
+* counts the step that fails
+* looks at the number of the step before it was counted
+* compares digests before a save even if digest_every is 0
+* numbers the steps from 1: other dropout masks
+* never ends a run whose gradients always overflow
+* evaluates once more while the machine waits for its end
+* saves the number of the next step
+* deletes old checkpoints on all ranks at once
+* goes on with a loss of NaN
+* evaluates after the last step twice
+* scales the loss by this rank's share of the samples
+* never deletes a checkpoint
+* ignores a request to stop
+* compares digests every digest_every steps only
+* does not tell of the last step
+* saves no state of the loss scaler
+* saves the parameters without the optimizer states
+* saves nothing at a stop: the steps since the last checkpoint are lost
+* saves nothing after the last step
+* evaluates all samples in one batch
+* gives every rank all samples: right, but in micro-batches that are too large
+* ends the run at the first overflow
+* ends where this rank asks: the others wait for it
+* counts this rank's samples only
+* computes the position from the number of steps: another batch size repeats or skips samples
+* rank 0 raises alone, and the others wait for it
+* takes the rank for the number of its data shard, whose weight it looks up
+* takes the learning rate of the next step
+* leaves out the samples that do not fill a micro-batch
+* replicas stop between merges, each for itself
+* does not send this rank's request
+* compares digests after the save: a damaged replica is in the checkpoint
+* saves where no run looks for checkpoints
+* takes every = 0 for every step
+* divides the samples evenly
+* takes a step that was skipped again, with the same samples
+* calls a run stopped that has done all its steps
+* gives all data the weight 1
+* runs no steps
 """
 
 import time

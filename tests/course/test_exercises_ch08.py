@@ -1,15 +1,18 @@
-"""Messages about usual wrong answers to the exercises of chapter 08, and the numbers of its debugging exercise."""
+"""Answers of chapter 08 train a model; messages about wrong answers; the numbers of the debugging exercise."""
 
 import importlib.util
+import json
 import math
 import re
 
 import pytest
 
-from exercises import report, stubs
+from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
+from exercises.learner_pieces import LearnerPiece
 from exercises.network import Torchrun
+from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 # Exercise and wrong answer; the test that sees it, and what it says.
@@ -109,3 +112,27 @@ def expect_equal_replicas(bits, mesh):
         for tp in range(mesh[2]):
             ranks = [rank for rank in range(len(bits)) if name in bits[rank] and (is_full or rank % mesh[2] == tp)]
             assert len({bits[rank][name] for rank in ranks}) == 1, (mesh, name)
+
+
+@pytest.mark.parametrize("options", [{"mesh__pp": 2, "mesh__tp": 2}, {"mesh__tp": 2, "zero__stage": 1}], ids=str)
+def test_other_right_answers_train_the_model(ranks, tmp_path, options):
+    """Specs of groups in another order, and of tensors found in another way, give the losses of one process."""
+    text = write_text(tmp_path)
+    common = {"train__steps": 2, "model__num_layers": 2, "optim__clip_norm": 0.5}
+    ranks(train_small, 1, small_config(tmp_path / "alone", text, **common))
+    config = small_config(tmp_path / "learner", text, engine="simple", **common, **options)
+    answers = {"process_groups": "right_table", "tensor_specs": "right_all_ranks_tell_their_boxes"}
+    pieces = [
+        LearnerPiece(name, EXERCISES[name].pieces, "mine.py", stubs.generate_answer(EXERCISES[name], answer))
+        for name, answer in answers.items()
+    ]
+    ranks(train.train_with_pieces, 4, config, pieces, [*answers])
+    one, mine = (
+        [
+            row["loss"]
+            for row in map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+            if "loss" in row
+        ]
+        for run in ("alone", "learner")
+    )
+    assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order

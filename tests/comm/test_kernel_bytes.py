@@ -11,7 +11,7 @@ import torch
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.tools.network.sockets import count_tcp_bytes_sent
+from minidist.tools.network.sockets import count_tcp_bytes_by_connection, count_tcp_bytes_sent, match_connections
 
 
 def backend_bytes(world: World) -> dict:
@@ -62,3 +62,40 @@ def test_count_tcp_bytes_sent_includes_unread_bytes():
             reader.join(30)
             assert count_tcp_bytes_sent() - before == 100_007 and not reader.is_alive()
             mine.sendall(b"")  # both are still open, and still the caller's
+
+
+def send_to_every_rank(world: World) -> dict:
+    """The bytes of this process by connection while it sends 10,000 bytes to rank 0, 20,000 to rank 1, ..."""
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
+
+    def exchange(unit: int) -> None:
+        sends = [
+            comm.send(torch.zeros(unit * (peer + 1), dtype=torch.uint8), peer, group, async_op=True) for peer in peers
+        ]
+        for peer in peers:
+            comm.recv(torch.zeros(unit * (world.rank + 1), dtype=torch.uint8), peer, group)
+        for send in sends:
+            send.wait()
+
+    peers = [peer for peer in range(world.size) if peer != world.rank]
+    exchange(1)  # opens the connections
+    comm.barrier(group)
+    before = count_tcp_bytes_by_connection()
+    exchange(10_000)
+    after = count_tcp_bytes_by_connection()
+    comm.barrier(group)
+    return {ports: count - before[ports] for ports, count in after.items() if ports in before}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
+def test_connections_of_all_ranks_match_to_bytes_by_pair(ranks):
+    matrix = match_connections(ranks(send_to_every_rank, 3, backend="gloo"))
+    for sender, row in enumerate(matrix):
+        for receiver, count in enumerate(row):
+            wanted = 0 if sender == receiver else 10_000 * (receiver + 1)
+            assert 0 <= count - wanted <= 1000, (sender, receiver, count)
+
+
+def test_connections_match_by_their_ports_in_reverse_order():
+    counts = [{(1, 2): 10, (3, 4): 20, (5, 99): 1000}, {(2, 1): 30}, {(4, 3): 40, (6, 0): 7}]
+    assert match_connections(counts) == [[0, 10, 20], [30, 0, 0], [40, 0, 0]]

@@ -5,9 +5,9 @@ Ranks keep their variables between cells, `%%piece` replaces a function or class
 
 Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
-side); `predict`; `diagrams` (of ideas), `pictures`, `charts`, `curves` and `phases` (of what was measured); `frontend`
-and `course_path` (the notebook's surroundings); `weave` (keeps notebooks equal to the package); `small_models` (the
-models of chapters 05 and 06) and `small_runs` (the runs of chapter 07).
+side); `predict`; `diagrams` (of ideas), `node_diagram` (of groups on nodes), `pictures`, `charts`, `curves` and
+`phases` (of what was measured); `frontend` and `course_path` (the notebook's surroundings); `weave` (keeps notebooks
+equal to the package); `small_models` (the models of chapters 05 and 06) and `small_runs` (the runs of chapter 07).
 """
 
 from minidist.tools.notebook.charts import (
@@ -20,6 +20,7 @@ from minidist.tools.notebook.charts import (
 from minidist.tools.notebook.course_path import add_course_to_path
 from minidist.tools.notebook.curves import compare_curves, plot_winners
 from minidist.tools.notebook.diagrams import Cell, Transfer, contributions, plot_cells, plot_transfers
+from minidist.tools.notebook.node_diagram import bytes_across_nodes, plot_groups_on_nodes
 from minidist.tools.notebook.phases import plot_outcomes, plot_phases, plot_resharding
 from minidist.tools.notebook.pictures import plot_timeline, plot_traffic
 from minidist.tools.notebook.predict import NEVER, Prediction, predict, score_prediction
@@ -33,11 +34,13 @@ __all__ = [
     "LiveRanks",
     "Prediction",
     "Transfer",
+    "bytes_across_nodes",
     "compare_curves",
     "compare_memory",
     "contributions",
     "memory_by_category",
     "plot_cells",
+    "plot_groups_on_nodes",
     "plot_loss_differences",
     "plot_losses",
     "plot_memory",

@@ -1,11 +1,16 @@
 """The bytes that this process sent over TCP, as the kernel counts them: an independent check of the meter."""
 
+import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 
 # Linux, struct tcp_info of linux/tcp.h: places of tcpi_notsent_bytes, and of tcpi_bytes_sent with tcpi_bytes_retrans.
 _NOT_SENT_AT, _SENT_AT, _BYTES = 144, 200, 232
+
+
+Address = tuple[str, int]  # host and port
 
 
 def count_tcp_bytes_sent() -> int:
@@ -14,20 +19,56 @@ def count_tcp_bytes_sent() -> int:
     The counters of the loopback interface would include other processes. Take the difference of two calls, and close no
     connection in between. Raises OSError on systems other than Linux 4.19 or later.
     """
-    total = 0
+    return sum(_count_bytes(connection) for connection in _open_tcp_sockets())
+
+
+def count_tcp_bytes_by_connection() -> dict[tuple[Address, Address], int]:
+    """Return {(own address, peer's address): bytes written} of the TCP connections that `count_tcp_bytes_sent` adds up.
+
+    Raises OSError on systems other than Linux 4.19 or later.
+    """
+    counts = {}
+    for connection in _open_tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected: it listens, or its peer has died
+            addresses = connection.getsockname()[:2], connection.getpeername()[:2]
+            counts[addresses] = _count_bytes(connection)
+    return counts
+
+
+def bytes_between_ranks(counts_by_rank: Sequence[Mapping[tuple[Address, Address], int]]) -> list[list[int]]:
+    """Return how many bytes each rank has sent to each other rank: row r is what rank r sent, by receiver.
+
+    counts_by_rank: of each rank of one machine, the result of `count_tcp_bytes_by_connection`, or the difference of two
+    results. Connections to other processes, such as the store of the rendezvous, do not count.
+    """
+    owners = {own: rank for rank, counts in enumerate(counts_by_rank) for own, _ in counts}
+    sent = [[0] * len(counts_by_rank) for _ in counts_by_rank]
+    for rank, counts in enumerate(counts_by_rank):
+        for (_, peer), num_bytes in counts.items():
+            if peer in owners:
+                sent[rank][owners[peer]] += num_bytes
+    return sent
+
+
+def _open_tcp_sockets() -> Iterator[socket.socket]:
+    """Yield this process's TCP sockets; each may be used until the next one is asked for."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if not _is_socket(fd):
             continue
         connection = socket.socket(fileno=fd)
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
-                (waiting,) = struct.unpack_from("<I", info, _NOT_SENT_AT)
-                sent, again = struct.unpack_from("<QQ", info, _SENT_AT)
-                total += sent - again + waiting
+                yield connection
         finally:
             connection.detach()  # do not close the owner's descriptor
-    return total
+
+
+def _count_bytes(connection: socket.socket) -> int:
+    """Return how many bytes have been written to a connection, and not only sent to its peer."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
+    (waiting,) = struct.unpack_from("<I", info, _NOT_SENT_AT)
+    sent, again = struct.unpack_from("<QQ", info, _SENT_AT)
+    return sent - again + waiting
 
 
 def _is_socket(fd: int) -> bool:

@@ -6,8 +6,8 @@ Ranks keep their variables between cells, `%%piece` replaces a function or class
 Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
 side); `predict`; `diagrams` (of ideas), `pictures`, `charts`, `curves` and `phases` (of what was measured); `frontend`
-and `course_path` (the notebook's surroundings); `weave` (keeps notebooks equal to the package); `small_models` (the
-models of chapters 05 and 06).
+and `course_path` (the notebook's surroundings); `weave` (keeps notebooks equal to the package); `pipeline_stand_in` (a
+pipeline of chapter 02b that counts time) and `small_models` (the models of chapters 05 and 06).
 """
 
 from minidist.tools.notebook.charts import (

@@ -11,7 +11,7 @@ import torch
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.tools.network.sockets import count_tcp_bytes_by_connection, count_tcp_bytes_sent, match_connections
+from minidist.tools.network.sockets import bytes_between_ranks, count_tcp_bytes_by_connection, count_tcp_bytes_sent
 
 
 def backend_bytes(world: World) -> dict:
@@ -64,38 +64,30 @@ def test_count_tcp_bytes_sent_includes_unread_bytes():
             mine.sendall(b"")  # both are still open, and still the caller's
 
 
-def send_to_every_rank(world: World) -> dict:
-    """The bytes of this process by connection while it sends 10,000 bytes to rank 0, 20,000 to rank 1, ..."""
-    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
+def test_bytes_between_ranks_finds_the_receiver_of_every_connection():
+    a, b, c, store = (("127.0.0.1", port) for port in (1, 2, 3, 4))
+    counts_by_rank = [{(a, b): 5, (a, c): 6}, {(b, a): 7, (b, store): 100}, {(c, a): 0}]
+    assert bytes_between_ranks(counts_by_rank) == [[0, 5, 6], [7, 0, 0], [0, 0, 0]]
 
-    def exchange(unit: int) -> None:
-        sends = [
-            comm.send(torch.zeros(unit * (peer + 1), dtype=torch.uint8), peer, group, async_op=True) for peer in peers
-        ]
-        for peer in peers:
-            comm.recv(torch.zeros(unit * (world.rank + 1), dtype=torch.uint8), peer, group)
-        for send in sends:
-            send.wait()
 
-    peers = [peer for peer in range(world.size) if peer != world.rank]
-    exchange(1)  # opens the connections
+def bytes_by_connection(world: World) -> tuple[dict, int]:
+    """What this rank sends on each connection while rank r sends (r + 1) * 100,000 bytes to the next; and the total."""
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
+    sent, received = torch.ones((world.rank + 1) * 25_000), torch.ones((world.rank or world.size) * 25_000)
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     comm.barrier(group)
-    before = count_tcp_bytes_by_connection()
-    exchange(10_000)
-    after = count_tcp_bytes_by_connection()
+    before, total = count_tcp_bytes_by_connection(), count_tcp_bytes_sent()
+    comm.batch_send_recv([comm.P2POp("send", sent, right), comm.P2POp("recv", received, left)], group)
+    after, total = count_tcp_bytes_by_connection(), count_tcp_bytes_sent() - total
     comm.barrier(group)
-    return {ports: count - before[ports] for ports, count in after.items() if ports in before}
+    return {addresses: count - before.get(addresses, 0) for addresses, count in after.items()}, total
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
-def test_connections_of_all_ranks_match_to_bytes_by_pair(ranks):
-    matrix = match_connections(ranks(send_to_every_rank, 3, backend="gloo"))
-    for sender, row in enumerate(matrix):
-        for receiver, count in enumerate(row):
-            wanted = 0 if sender == receiver else 10_000 * (receiver + 1)
-            assert 0 <= count - wanted <= 1000, (sender, receiver, count)
-
-
-def test_connections_match_by_their_ports_in_reverse_order():
-    counts = [{(1, 2): 10, (3, 4): 20, (5, 99): 1000}, {(2, 1): 30}, {(4, 3): 40, (6, 0): 7}]
-    assert match_connections(counts) == [[0, 10, 20], [30, 0, 0], [40, 0, 0]]
+def test_connections_of_ranks_tell_who_sent_to_whom(ranks):
+    counts_by_rank, totals = zip(*ranks(bytes_by_connection, 3, backend="gloo"), strict=True)
+    sent = bytes_between_ranks(counts_by_rank)
+    for rank, (row, total) in enumerate(zip(sent, totals, strict=True)):
+        expected = (rank + 1) * 100_000
+        assert 0 <= row[(rank + 1) % 3] - expected <= 2000 and row[rank] == 0 and row[(rank - 1) % 3] <= 2000
+        assert sum(row) <= total <= sum(row) + 2000

@@ -7,7 +7,8 @@ Reading order: `magics` (the commands), `session` (live ranks, seen from the ker
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
 side); `predict`; `diagrams` (of ideas), `node_diagram` (of groups on nodes), `pictures`, `charts`, `curves` and
 `phases` (of what was measured); `frontend` and `course_path` (the notebook's surroundings); `weave` (keeps notebooks
-equal to the package); `small_models` (the models of chapters 05 and 06) and `small_runs` (the runs of chapter 07).
+equal to the package); `pipeline_stand_in` (a pipeline of chapter 02b that counts time), `small_models` (the models of
+chapters 05 and 06) and `small_runs` (the runs of chapter 07).
 """
 
 from minidist.tools.notebook.charts import (

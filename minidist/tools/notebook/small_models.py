@@ -48,11 +48,14 @@ def make_config(
     )  # fmt: skip
 
 
-def build_engine(config: Config, world: World) -> Engine:
-    """Collective: return an engine of the fast trainer for the configuration's model; its meter has no records yet."""
+def build_engine(config: Config, world: World, backend: str | None = None) -> Engine:
+    """Collective: return an engine of the fast trainer for the configuration's model; its meter has no records yet.
+
+    backend: of its groups, as in `bind`: torch's name, or None for that of the default group.
+    """
     model, mesh = Transformer(config.model), config.mesh_of(world.size)
     init_parameters(model, seed=0)
-    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
+    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter(), backend=backend)
     engine = Engine(parallelize(model, groups, config), groups, config.optim, seed=0)
     groups.meter.records.clear()  # forget the broadcast that made the replicas equal
     return engine

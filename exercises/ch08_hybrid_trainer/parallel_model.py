@@ -1,21 +1,25 @@
 """The order of composition.
 
-The chapters 01 to 06 have left you a function or a class for each kind of parallelism. Apply all that a layout needs
-to one plain model, in an order in which no call destroys the work of another, and connect backward to the reducer.
+Chapters 01 to 06 gave you one function or class for each kind of parallelism. Apply all that a layout needs to one
+plain model, in an order in which no call undoes another one, and connect backward to the gradient reducer.
 
-model: a Transformer with all layers in float32 or float64, some of whose parameters may be frozen; it is changed in
-place. All ranks get the values of rank 0. groups: `groups["tensor"]` is this rank's group of that name, `"tensor" in
-groups` says whether it has one, and groups.get("tensor") is None if not. groups.mesh has the sizes mesh.pp, mesh.dp,
-mesh.cp and mesh.tp; groups.world.rank is this rank. config: the options config.parallel.schedule ("gpipe", "1f1b", or
-"zb-h1": 1F1B with split backward), .sequence (True: sequence parallelism) and .context ("ring" or "ulysses"),
-config.recompute ("none" or "block"), config.precision.policy ("fp32", "fp64", "bf16" or "fp16"), config.zero.stage
-(0: no ZeRO), config.model.num_layers and config.train.micro_batches.
-Result: ParallelModel(model, specs, layers, reducer, master_specs), a dataclass. specs: of all parameters and buffers.
-layers: the range of this stage's layers. master_specs: {name: spec} of the masters, those of `specs` without ZeRO.
-Its attributes pipeline, tied and scaler are None until you set them: scaler with fp16; the others in
-connect_backward.
-connect_backward: hooks give each gradient of backward to an `add(name, gradient)`: the reducer's, or, on a rank with
-a group "tied", that of a TiedGradient. With pp > 1 the executor gets this stage's actions and the same `add`.
+model: a Transformer with all layers in float32 or float64; some parameters may be frozen. It is changed in place, and
+every rank gets rank 0's values first. groups: groups["tensor"] is this rank's group of that name, "tensor" in groups
+says whether there is one, and groups.get("tensor") is None if not. groups.mesh is the Mesh, groups.world.rank this
+rank. These options of config decide what to apply:
+    config.parallel.schedule    "gpipe", "1f1b", or "zb-h1", which is 1F1B with split backward
+    config.parallel.sequence    True: sequence parallelism;  config.parallel.context: "ring" or "ulysses"
+    config.recompute            "block": recompute every block of this stage;  "none"
+    config.precision.policy     "fp32", "fp64", "bf16" or "fp16", which needs a LossScaler, too
+    config.zero.stage           0 (no ZeRO) to 3;  config.model.num_layers, config.train.micro_batches
+
+parallelize returns ParallelModel(model, specs, layers, reducer, master_specs), a dataclass. specs: of all parameters
+and buffers. layers: the range of this stage's layers. master_specs: {name: spec} of the masters; without ZeRO those
+in `specs`. The attributes pipeline, tied and scaler are None until you set them.
+
+connect_backward: every gradient of a parameter that is not frozen goes to one function add(name, gradient). It is the
+reducer's; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer. With more than one
+stage it also makes the executor, with this stage's actions.
 
 Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, with 1F1B and 2 micro-batches. On rank 3
     layers is range(2, 4), and pipeline.actions is [("F", 0), ("B", 0), ("F", 1), ("B", 1)]

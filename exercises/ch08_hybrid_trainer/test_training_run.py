@@ -1,5 +1,6 @@
 """Tests of training_run: runs beside one process in float64, and runs of which the engine's steps are prescribed."""
 
+import contextlib
 import math
 
 import torch
@@ -28,15 +29,21 @@ UNEVEN = {"data__shares": (2.5, 1.0), "data__weights": (1.0, 0.5)}
 
 
 class Events:
-    """An observer that notes all events, with the number of the step; `losses` are those of the steps."""
+    """An observer that notes all events, with the number of the step; `losses` are those of the steps.
+
+    dies_after: the number of the step after which the run is killed.
+    """
 
     def __init__(self):
         self.noted, self.losses, self.models, self.trainer = [], [], [], None
+        self.dies_after = None
 
     def on_step(self, trainer, decision):
         self.trainer = trainer
         self.noted.append(f"step {trainer.progress.step}")
         self.losses.append(decision.loss)
+        if trainer.progress.step == self.dies_after:
+            raise KeyboardInterrupt
 
     def on_evaluation(self, step, loss, num_models):
         self.noted.append("evaluation")
@@ -245,14 +252,17 @@ def resumed_run_is_the_same_run(answer, world, network):
             changes = {**changes, "train__steps": 6, "optim__warmup_steps": 2, "fault__digest_every": 2}
             whole, events = make_run(answer, world, folder, "whole", **changes)
             whole.run()
-            losses = []
-            for stop in (2, 3, 6):
-                part, own = make_run(answer, world, folder, "parts", **changes)
-                part.is_stop_requested = lambda part=part, stop=stop: part.progress.step == stop - 1
-                part.run()
-                losses += own.losses
-            case = "stopped after steps 2 and 3, 6 steps in all, checkpoint.every 0"
-            expect("the losses of all steps", losses, events.losses, case=case)
+            losses, case = {}, "checkpoint.every 2, killed after step 3, stopped after step 4, 6 steps in all"
+            for stop in (None, 4, 6):
+                part, own = make_run(answer, world, folder, "parts", checkpoint__every=2, **changes)
+                first = part.progress.step
+                if stop is None:
+                    own.dies_after = 3
+                part.is_stop_requested = lambda part=part, stop=stop: part.progress.step + 1 == stop
+                with contextlib.suppress(KeyboardInterrupt):
+                    part.run()
+                losses |= dict(enumerate(own.losses, first))
+            expect("the losses of all steps", [losses[step] for step in range(6)], events.losses, case=case)
             expect_same_state(part, whole, case)
         if world.size == 2:
             goes_on_with_more_ranks(answer, world, network, folder)

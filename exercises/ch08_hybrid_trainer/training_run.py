@@ -1,34 +1,47 @@
 """A run that can be stopped and resumed.
 
-Write the run around the step: data, the learning rate, a stop that all ranks agree on, digests, evaluations and
-checkpoints, so that a run which was stopped and resumed takes the steps of a run that was not.
+Write the run around the training step: data, learning rate, a stop on which all ranks agree, digests, evaluations and
+checkpoints. A run that was stopped and resumed must take the same steps as a run that was not.
 
-The constructor is given; it resumes from the newest checkpoint and sets progress, Progress(step, consumed_samples):
-the number of completed steps, and of the samples of the data that they have used. Write five methods.
-step: the next step, on config.train.global_batch samples from consumed_samples on. The learning rate is that of step
-number progress.step, from 0, of train.steps. The rank's weight is its data shard's of data.weights, or 1. If the
-decision is not finite, raise RunError and leave progress alone; but an overflow is an ordinary skipped step, unless
-scaler.overflows_persist. A skipped step counts, with its samples.
-run: steps until train.steps, or until a stop is agreed. After each, in this order: notify("on_step", self, decision);
-agree_on_stop; compare_replicas, every fault.digest_every steps and before each save (never if it is 0); evaluate,
-every train.eval_every steps, but not after the last step or at a stop; save, every checkpoint.every steps, after the
-last step, and at a stop. 0 means never for all three. In the end notify("on_last_step", self), then evaluate, unless
-a stop ended the run before its last step; notify("on_end", self, summary), and return the summary: {"step", "stopped"
-(before the last step), "folder": str}, with "held_out_loss" if there was a last evaluation.
-agree_on_stop: whether any rank asked, the same on all ranks. With self.engine.merger, replicas that train separately
-may stop only where merger.num_different_models is 1; there they ask each other, and before a merge nobody asks.
-evaluate: the mean loss of all held-out samples, each of them once, in micro-batches of all ranks together of at most
-global_batch // micro_batches samples (at least 1); notify("on_evaluation", step, loss, number of different models), 1
-without a merger. save: rank 0 then removes old checkpoints, and all raise if it fails; notify("on_checkpoint", path).
+The constructor is given. It resumes from the newest checkpoint and sets self.progress, Progress(step,
+consumed_samples): the number of completed steps, and of the samples that they have consumed. You write five methods.
+
+step: takes step number progress.step (from 0) of train.steps on the next train.global_batch samples, with its learning
+rate and with the weight of this rank's data shard in data.weights, or 1 if that is None. If the decision is not finite,
+raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless
+scaler.overflows_persist. Every other step counts, with its samples, also if all ranks have skipped the update.
+
+run: repeats `step` until train.steps are completed or a stop is agreed. After each step, in this order:
+    notify("on_step", self, decision)
+    agree_on_stop
+    compare_replicas   every fault.digest_every steps and before every save; never if digest_every is 0
+    evaluate           every train.eval_every steps, but neither after the last step nor at a stop
+    save               every checkpoint.every steps, after the last step, and at a stop
+An interval of 0 means never. After the loop: notify("on_last_step", self); evaluate, unless a stop came before the last
+step; notify("on_end", self, summary). The summary is the result: {"step": completed steps, "stopped": whether the run
+ended before the last step, "folder": str(self.folder)}, with "held_out_loss" if there was this last evaluation.
+
+agree_on_stop: returns whether any rank asks for the end of the run, the same on all ranks. If replicas train separately
+(self.engine.merger is not None), they ask each other when merger.num_different_models is 1, and go on if it is not.
+
+evaluate: returns the mean loss of all held-out samples, each of them once. All ranks together have at most
+global_batch // micro_batches samples in a micro-batch, but at least 1. Then notify("on_evaluation", progress.step,
+loss, number of models): merger.num_different_models, or 1 without a merger.
+
+save: saves a checkpoint. Then rank 0 deletes old ones; if that fails, all ranks raise. Then notify("on_checkpoint",
+path).
+
 Example: train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3. Digests are compared after steps 2, 3, 4, 6
-    and 7, evaluations are after 3 and 6 and once in the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end
+    and 7, evaluations are after 3 and 6 and once at the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end
     in step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
 
-Checked: losses and parameters of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights,
-7 samples per step and a changing learning rate; all events, saves and comparisons of several schedules, in order; a
-stop by one rank, at a step of its own choice or at the last; stopped and resumed runs, bit by bit, with fp16, ZeRO
-and another number of ranks; which checkpoints are kept; the held-out loss, for numbers of samples that do not divide;
-an overflow, several of them, a loss of NaN; a failed removal; local SGD: stops at merges only, on all replicas.
+Checked: losses and held-out loss of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights,
+7 samples per step and another learning rate in each; the held-out loss and the sizes of micro-batches on 1 and 3 ranks,
+for numbers of samples that do not divide; events, comparisons, saves, deletions and the summary of four schedules, in
+order; a request to stop of one rank only, in the middle and in the last step; runs that are stopped, or killed between
+two saves, and resumed, bit by bit, with fp16 and ZeRO; the samples of a run that goes on with more ranks and another
+batch size; which checkpoints are left; a step without tokens, an overflow, too many overflows, a loss of NaN; a failed
+deletion; and local SGD, which stops at merges only.
 
 You may call:
     self.loader.micro_batches(position, size, dp_rank, dp_size, micro_batches, shares) -> list   of this data shard;

@@ -1,46 +1,56 @@
 """One step of any layout.
 
-Write the step of the trainer: count, forward and backward, reduce, agree, update, gather. On every layout it must
-give the numbers of one process, and no rank may write a parameter before all ranks have decided that all do.
+Write the training step: count, forward and backward, reduce, agree, update, gather. On every layout it must give the
+numbers of one process, and no rank may change a parameter before all ranks have decided that all of them do.
 
-The constructor, evaluation and the helpers below are given; write four methods. step: micro_batches are this data
-shard's, of complete sequences, of which `take_tokens` cuts this rank's part; the result is the Decision, equal on all
-ranks of self.control. forward_backward: returns this rank's part of the loss, such that the sum of all parts is the
-mean token loss. squared_norm: this rank's part of the squared norm of the global gradient; ranks that have the same
-elements share them out among each other. clip_and_step_optimizer: if optim.clip_norm is not None and the norm is
-larger, all gradients are multiplied by clip_norm / (norm + 1e-6), then the optimizer steps with the learning rate lr.
-self.reducer has the interface of chapter 01; with an added gradient it knows whose parameter was used. self.scaler is
-None without loss scaling; backward begins with the loss times scaler.scale, and the sums are divided by the same
-scale. self.parallel.pipeline and .tied are None without; self.parallel.master_specs[name].replicas are the ranks that
-have the same elements of self.reducer.masters[name]. self.merger is None unless replicas train separately.
+The constructor, the evaluation and some helpers are given. You write four methods.
+
+step: micro_batches has full sequences of this rank's data shard; take_tokens returns this rank's tokens of them. If no
+token of the global batch counts, there is no forward and backward. Returns the Decision, equal on all ranks of
+self.control. If replicas train separately, self.merger is not None: after every step it gets the step's number and the
+tokens of this replica, 0 if the replica's update was skipped. Whenever masters have changed, the parameters follow.
+
+forward_backward: returns this rank's part of the loss; the parts of all ranks add up to the mean loss per token. With
+loss scaling (self.scaler is not None) backward starts from the loss times scaler.scale, and `step` divides the sums by
+the same scale. self.parallel.pipeline and self.parallel.tied are None on a layout without them.
+
+squared_norm: returns this rank's part of the squared norm of the global gradient. All ranks in
+self.parallel.master_specs[name].replicas have the same elements of the master `name`, and the parts of all ranks
+together count each element once. self.reducer.masters is {name: master}, with the gradient in master.grad.
+
+clip_and_step_optimizer: if config.optim.clip_norm is not None and grad_norm is larger, multiplies all gradients by
+clip_norm / (grad_norm + 1e-6); then runs the optimizer with the learning rate lr.
+
 Example: two data-parallel ranks of weight 1 have 3 and 1 tokens, with loss sums 6.0 and 4.0. The count is 4, the parts
-    of the loss 1.5 and 1.0, and the loss 2.5: the mean over all tokens, where the mean of means is 3.0.
-    If the summed gradient of the only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm 5; with
-    clip_norm 1 the optimizer sees about [0.6, 0.8].
+    of the loss are 1.5 and 1.0, and the loss is 2.5. The mean of the two means would be 3.0.
+    If the summed gradient of the only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm is 5. With
+    clip_norm 1 the optimizer gets about [0.6, 0.8].
 
-Checked: loss, count, gradients, norm and parameters of three steps on 1, 2 and 4 ranks, and once on 8 (pp=2, dp=2,
-tp=2), against one process in float64: data parallelism with weights, different data, and a rank without samples; each
-axis by itself, tied embeddings over two stages, ZeRO 1 to 3, recomputation; dropout, also after an evaluation; a norm
-above and below clip_norm, and None; learning rates that change; a gradient that a parameter does not have. A step
-without a token that counts: loss None, no rank changes anything, and the next step is right. Infinity in one rank's
-gradients, and NaN in one rank's loss: no rank updates; the loss scale is halved for the first only; the scale that
-multiplies and the one that divides are equal also when it doubles. fp16: the 16-bit parameters are the rounded
-masters. A request to stop by one rank is in every Decision. With replicas that train separately: the merge follows
-each step with the replica's tokens, 0 if its update was skipped, and also a replica without an update computes with
-merged values.
+Checked: loss, count, gradients, norm and parameters of two or three steps on 1, 2 and 4 ranks, against one process in
+float64: data shards with different samples and weights, one of them without samples; each mesh axis by itself and two
+at a time, tied embeddings over two stages, ZeRO 1 to 3, recomputation; dropout, also after an evaluation; norms above
+and below clip_norm, and None; another learning rate in each step; a parameter that no rank uses. A step in which no
+token counts on any rank: loss None, nothing changes, and the next step is right. Infinity in the gradients of one rank
+or NaN in its loss: no rank changes masters, parameters or optimizer states, and the next step is right. fp16: the loss
+scale is removed by the value that it had in backward, also if it doubles or halves in this step, and the parameters
+are the rounded masters. One rank's request to stop is in every rank's Decision. Replicas that train separately: the
+calls of the merger, and parameters that are the rounded merged masters, also if an update was skipped.
 
 You may call:
     count_tokens(numbers, weight, group) -> float   collective; groups["grads"]; batch.num_loss_tokens   of one batch
     agree_on_step(loss, squared_norm, stop_requested, num_tokens, scaler, group) -> Decision   collective: exercise 6.3
-    self.run_layers(batch, step, hidden) -> hidden states, or after the last layer (sum of token losses, their number)
-    self.take_tokens(batch), self.empty_hidden(batch), self.scale_gradients(factor), self.is_loss_counted
-    self.find_empty(batches) -> set   the numbers of micro-batches that all of its pipeline skip: exercise 2.7
-    self.model.train()   the model in training mode; master.grad   None, or the summed gradient
-    reducer.clear(), .gather_root(), .end_micro_batch(), .finish(), .update_parameters()   in this order: 1.6, 5.5
-    pipeline.run(run_stage, empty_hidden, skip, on_backward_done)   run_stage(index, hidden) returns what is sent on, or
-        the loss, whose backward it runs; empty_hidden(index); skip: a set; on_backward_done()   after each micro-batch
-    tied.finish()   collective, after the last backward; merger.after_step(step, num_tokens) -> bool   whether it merged
-    optimizer.param_groups   dicts with the key "lr"; optimizer.step(); Tensor.double(), Tensor.square(), Tensor.item()
+    self.run_layers(batch, step, hidden) -> hidden states, or after the last layer (sum of token losses, their number);
+        hidden: those of the previous stage, None on the first one
+    self.take_tokens(batch) -> Batch, self.empty_hidden(batch) -> Tensor, self.scale_gradients(factor)   of all masters
+    self.is_loss_counted   whether this rank, of those that compute the same loss, is the one that reports it
+    self.find_empty(batches) -> set   the indices of micro-batches without samples, which all of a pipeline may skip
+    self.model.train()   training mode; master.grad   the summed gradient, None if no rank has used the parameter
+    self.reducer.clear(), .gather_root(), .end_micro_batch(), .finish(), .update_parameters()   chapters 01 and 05:
+        before a step, before forward, after each micro-batch's backward, after the last one, and after the update
+    self.parallel.pipeline.run(run_stage, empty_hidden, skip, on_backward_done)   run_stage(index, hidden) returns
+        hidden states, or the loss to run backward from; empty_hidden(index) -> Tensor; on_backward_done()   after each
+    self.parallel.tied.finish()   after the last backward; self.merger.after_step(step, num_tokens) -> bool: it merged
+    self.optimizer.param_groups   dicts with the key "lr"; self.optimizer.step(); Tensor.square(), Tensor.double()
 
 Check it with: python -m exercises check training_step
 

@@ -31,7 +31,7 @@ Usual wrong answers:
 * never deletes a checkpoint
 * ignores a request to stop
 * compares digests every digest_every steps only
-* does not tell of the last step
+* leaves out on_last_step
 * saves no state of the loss scaler
 * saves the parameters without the optimizer states
 * saves nothing at a stop: the steps since the last checkpoint are lost

@@ -95,9 +95,10 @@ def every_tensor_has_a_spec(answer, world, network):
                     for tp in tps
                     if name in names
                 ]
-                expect(f"the shape in {kind} of {name}", list(spec.shape), list(full[name].shape), case=case)
-                expect(f"the boxes in {kind} of {name}", [(b.start, b.stop) for b in spec.boxes], [box], case=case)
-                expect(f"the replicas in {kind} of {name}", list(spec.replicas), sorted(replicas), case=case)
+                what = f'{kind}["{name}"]'
+                expect(f"the shape in {what}", list(spec.shape), list(full[name].shape), case=case)
+                expect(f"the boxes in {what}", [(b.start, b.stop) for b in spec.boxes], [box], case=case)
+                expect(f"the replicas in {what}", list(spec.replicas), sorted(replicas), case=case)
 
 
 def layers_of(stage, num_stages):

@@ -50,7 +50,7 @@ class Events:
         self.models.append((step, num_models))
 
     def on_checkpoint(self, path):
-        self.noted.append(path.name)
+        self.noted.append(f"save of {path.name}")
 
     def on_last_step(self, trainer):
         self.noted.append("last step")
@@ -70,7 +70,7 @@ def make_run(answer, world, folder, name, **changes):
     compare = trainer.compare_replicas
 
     def compare_replicas():
-        events.noted.append("digests")
+        events.noted.append("comparison of digests")
         compare()
 
     trainer.compare_replicas = compare_replicas
@@ -186,17 +186,16 @@ def prescribe(trainer, decisions=None, stops=()):
 @test(points=5, ranks=(1, 2))
 def everything_in_its_order(answer, world, network):
     """Steps, digests, evaluations and saves follow each other as the options say, and so does a stop."""
-    save3, save6, save7 = "step-00000003", "step-00000006", "step-00000007"
+    compare, evaluate = "comparison of digests", "evaluation"
+    save2, save3, save6, save7 = (f"save of step-0000000{step}" for step in (2, 3, 6, 7))
     cases = {
         (7, 3, 2, 3, None): [
-            *("step 1", "step 2", "digests", "step 3", "digests", "evaluation", save3, "step 4", "digests", "step 5"),
-            *("step 6", "digests", "evaluation", save6, "step 7", "digests", save7, "last step", "evaluation", "end"),
+            *("step 1", "step 2", compare, "step 3", compare, evaluate, save3, "step 4", compare, "step 5"),
+            *("step 6", compare, evaluate, save6, "step 7", compare, save7, "last step", evaluate, "end"),
         ],
-        (2, 0, 0, 1, None): [
-            *("step 1", "evaluation", "step 2", "step-00000002", "last step", "evaluation", "end"),
-        ],
-        (5, 0, 4, 2, 1): ["step 1", "step 2", "digests", "step-00000002", "last step", "end"],
-        (2, 5, 0, 0, 1): ["step 1", "step 2", "step-00000002", "last step", "evaluation", "end"],
+        (2, 0, 0, 1, None): ["step 1", evaluate, "step 2", save2, "last step", evaluate, "end"],
+        (5, 0, 4, 2, 1): ["step 1", "step 2", compare, save2, "last step", "end"],
+        (2, 5, 0, 0, 1): ["step 1", "step 2", save2, "last step", evaluate, "end"],
     }
     with shared_folder(world, network.group) as folder:
         for (steps, every, digests, evaluations, stop), wanted in cases.items():
@@ -207,7 +206,7 @@ def everything_in_its_order(answer, world, network):
             given = prescribe(trainer, stops=(stop,))
             DISK.skipped = {"prune"} if world.rank else set()
             before, summary = len(DISK.calls), trainer.run()
-            case = f"steps {steps}, every {every}, digest_every {digests}, eval_every {evaluations}"
+            case = f"train.steps {steps}, checkpoint.every {every}, digest_every {digests}, eval_every {evaluations}"
             case += "" if stop is None else f", a rank asks for the end in step {stop + 1}"
             for at in range(max(len(wanted), len(events.noted))):  # the first difference is what helps
                 told = f"{case}; after {' | '.join(wanted[max(0, at - 2) : at])}"
@@ -223,10 +222,11 @@ def everything_in_its_order(answer, world, network):
             expect("the numbers of the engine's steps", [each[0] for each in given], list(range(completed)), case=case)
             calls = [(kind, path.name) for kind, path in DISK.calls[before:]]
             kinds = ("save", "prune") if world.rank == 0 else ("save",)
-            saved = [(kind, name) for name in wanted if name.startswith("step-") for kind in kinds]
+            names = [event.removeprefix("save of ") for event in wanted if event.startswith("save of ")]
+            saved = [(kind, name) for name in names for kind in kinds]
             expect("the calls of save and prune", calls, saved, case=f"{case}; rank {world.rank}")
         kept = sorted(path.name for path in (folder / "run 7 3 None" / "checkpoints").iterdir())
-        expect("the checkpoints that are left", kept, [save6, save7], case="checkpoint.keep 2")
+        expect("the checkpoints that are left", kept, ["step-00000006", "step-00000007"], case="checkpoint.keep 2")
 
 
 @test(points=2, ranks=(2,))

@@ -19,7 +19,7 @@ from minidist.tools.notebook import weave
 from minidist.tools.notebook.predict import HOW
 from tests.helpers.chapters import CHAPTERS, each_chapter, exercises_of
 
-MIN_PREDICTIONS = 4
+MIN_OBSERVED = 5  # predictions whose value a run gave, in each notebook
 MAX_IGNORED = 0.2
 MIN_COLOUR = 0.2  # between the strongest and the weakest of red, green and blue
 MIN_COLOURED = 0.001
@@ -117,7 +117,7 @@ def test_every_prediction_is_asked_before_its_measurement(chapter):
         asked += re.findall(r'^predict\(\s*"([\w-]+)"', cell.source, re.MULTILINE)
         assert set(answered) <= set(asked), cell.source
         assert "\npredict(" not in f"\n{cell.source}" or "answer=None" in cell.source, cell.source
-    assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
+    assert asked == answered and len(set(asked)) == len(asked)
 
 
 @each_chapter
@@ -128,11 +128,42 @@ def test_the_value_of_every_prediction_is_shown_with_how_it_was_had(chapter):
             assert any(f"\n{how}: " in text for text in shown for how in HOW), cell.source
 
 
+def count_observed_predictions(notebook) -> int:
+    """The number of calls of `score_prediction` in a notebook whose value was observed, which is the default."""
+    labels = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and re.search(r"^score_prediction\(", cell.source, re.MULTILINE):
+            code = "\n".join(line for line in cell.source.splitlines() if not line.startswith(("%", "!")))
+            calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+            scores = [call for call in calls if ast.unparse(call.func) == "score_prediction"]
+            given = [{keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in scores]
+            labels += [each.get("how", repr(HOW[0])) for each in given]
+    return labels.count(repr(HOW[0]))
+
+
+@each_chapter
+def test_every_notebook_has_five_predictions_whose_value_is_observed(chapter):
+    files = sorted(chapter.glob("*.ipynb"))
+    counts = {file.name: count_observed_predictions(each) for file, each in zip(files, notebooks(chapter), strict=True)}
+    few = [f"{name} has {count}" for name, count in counts.items() if count < MIN_OBSERVED]
+    assert not few, f"at least {MIN_OBSERVED} predictions of a notebook must be observed in a run: {', '.join(few)}"
+
+
+def test_counted_and_computed_values_are_not_observed():
+    source = """
+score_prediction("a", ranks.last)
+score_prediction("b", f(2), how="observed")
+score_prediction("c", sent[0], how="counted")
+score_prediction("d", 3 * (1 + 2), how="computed")
+"""
+    assert count_observed_predictions(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])) == 2
+
+
 def test_names_of_predictions_are_unique_among_all_chapters():
     """Answers of all chapters are kept in one file, by that name."""
     code = [cell.source for chapter in CHAPTERS for cell in code_cells(chapter)]
     asked = [id for source in code for id in re.findall(r'^predict\(\s*"([\w-]+)"', source, re.MULTILINE)]
-    assert len(asked) >= MIN_PREDICTIONS * len(CHAPTERS) and len(set(asked)) == len(asked)
+    assert len(asked) >= MIN_OBSERVED * len(CHAPTERS) and len(set(asked)) == len(asked)
 
 
 @each_chapter

@@ -54,6 +54,56 @@ MESSAGES = {
             "  got       [[[0, 0], [4, 3]]]",
         ],
     ),
+    ("parallel_model", "wrong_shapes_after_the_split"): (
+        "every_tensor_has_a_spec",
+        [
+            'the shape in specs["model.embed_tokens.weight"]',
+            "  for       mesh pp=1 x dp=1 x cp=1 x tp=2, tied embedding, one key-value head, frozen parameters",
+            "  rank      0 of 2",
+            "  expected  [20, 16]",
+            "  got       [10, 16]",
+        ],
+    ),
+    ("training_step", "wrong_replicas_counted"): (
+        "each_axis_trains",
+        [
+            "the gradient norm",
+            "  for       data parallelism, the second data shard with weight 0.5; step 0",
+            "  rank      0 of 2",
+            "  expected  1.0",
+            "  got       1.0",
+        ],
+    ),
+    ("training_step", "wrong_every_rank_for_itself"): (
+        "one_bad_rank_stops_all",
+        [
+            "the master of model.embed_tokens.weight after a step that all ranks must skip, at [0]",
+            "  for       dp=2, ZeRO stage 1; infinity in a gradient of rank 1 in step 1",
+            "  rank      0 of 2",
+            "  expected  1.0",
+            "  got       1.0",
+        ],
+    ),
+    ("training_run", "wrong_saved_before_the_digests"): (
+        "everything_in_its_order",
+        [
+            "the next event",
+            "  for       train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3; after "
+            "comparison of digests | step 3",
+            "  expected  'comparison of digests'",
+            "  got       'save of step-00000003'",
+        ],
+    ),
+    ("training_run", "wrong_position_from_the_step"): (
+        "resumed_run_is_the_same_run",
+        [
+            "the samples of this rank's steps",
+            "  for       one rank took 2 steps of 12 samples; two go on with 7 samples per step",
+            "  rank      0 of 2",
+            "  expected  [[24, 25, 26, 27], [31, 32, 33, 34], [38, 39, 40, 41]]",
+            "  got       [[14, 15, 16, 17], [21, 22, 23, 24], [28, 29, 30, 31]]",
+        ],
+    ),
     ("eight_ranks", "wrong_not_on_the_last_stage"): (
         "one_stage",
         [

@@ -31,12 +31,13 @@ UNEVEN = {"data__shares": (2.5, 1.0), "data__weights": (1.0, 0.5)}
 class Events:
     """An observer that notes all events, with the number of the step; `losses` are those of the steps.
 
-    dies_after: the number of the step after which the run is killed.
+    models: the step and the number of models of each evaluation. disk_calls: the number of calls in `DISK` at each
+    `on_checkpoint`. ended: the arguments of `on_end`. dies_after: the number of the step after which the run is killed.
     """
 
     def __init__(self):
         self.noted, self.losses, self.models, self.trainer = [], [], [], None
-        self.dies_after = None
+        self.disk_calls, self.ended, self.dies_after = [], (), None
 
     def on_step(self, trainer, decision):
         self.trainer = trainer
@@ -51,12 +52,14 @@ class Events:
 
     def on_checkpoint(self, path):
         self.noted.append(f"save of {path.name}")
+        self.disk_calls.append(len(DISK.calls))
 
     def on_last_step(self, trainer):
         self.noted.append("last step")
 
     def on_end(self, trainer, summary):
         self.noted.append("end")
+        self.ended = trainer, summary
 
 
 def make_run(answer, world, folder, name, **changes):
@@ -168,14 +171,14 @@ def evaluation_has_each_sample_once(answer, world, network):
 
 
 def prescribe(trainer, decisions=None, stops=()):
-    """Replace the engine's step and evaluation: no training. Returns the list of their arguments.
+    """Replace the engine's step and evaluation: no training. Returns a list of each step's number, samples and weight.
 
     decisions: those of the steps, by number; the others are good. stops: steps in which some rank asks for the end.
     """
     given = []
 
     def step(step, batches, lr, weight=1.0, stop_requested=False):
-        given.append((step, [each.samples.tolist() for each in batches], stop_requested))
+        given.append((step, [each.samples.tolist() for each in batches], weight))
         good = Decision(2.5, 100.0, 1.0, True, True, False, step in stops)
         return (decisions or {}).get(step, good)
 
@@ -213,7 +216,11 @@ def everything_in_its_order(answer, world, network):
                 expect(
                     "the next event", *[(each[at : at + 1] or [None])[0] for each in (events.noted, wanted)], case=told
                 )
-            expect("the trainer that on_step gets", events.trainer is trainer, True, case=case)
+            expect("whether on_step gets the trainer", events.trainer is trainer, True, case=case)
+            is_right = events.ended[0] is trainer and events.ended[1] == summary
+            expect("whether on_end gets the trainer and the summary", is_right, True, case=case)
+            models = [number for _, number in events.models]
+            expect("the numbers of models of the evaluations", models, [1] * len(models), case=case)
             done = wanted.count("evaluation") and wanted[-2] == "evaluation"
             completed = sum(event.startswith("step ") for event in wanted)
             expected = {"step": completed, "stopped": completed < steps, "folder": str(folder / name)}
@@ -225,6 +232,11 @@ def everything_in_its_order(answer, world, network):
             names = [event.removeprefix("save of ") for event in wanted if event.startswith("save of ")]
             saved = [(kind, name) for name in names for kind in kinds]
             expect("the calls of save and prune", calls, saved, case=f"{case}; rank {world.rank}")
+            counts = [at - before for at in events.disk_calls]
+            due = [len(kinds) * (at + 1) for at in range(len(names))]
+            expect(
+                "the number of these calls before each on_checkpoint", counts, due, case=f"{case}; rank {world.rank}"
+            )
         kept = sorted(path.name for path in (folder / "run 7 3 None" / "checkpoints").iterdir())
         expect("the checkpoints that are left", kept, ["step-00000006", "step-00000007"], case="checkpoint.keep 2")
 
@@ -286,6 +298,7 @@ def goes_on_with_more_ranks(answer, world, network, folder):
         own = [list(range(28 + 7 * at, 31 + 7 * at)) for at in range(3)]
     expect("the samples of this rank's steps", samples, own, case=case)
     expect("the numbers of the steps", [each[0] for each in given], [2, 3, 4], case=case)
+    expect("the weights of this rank's data", [each[2] for each in given], [1.0] * 3, case=case)
     expect("progress in the end", (trainer.progress.step, trainer.progress.consumed_samples), (5, 45), case=case)
 
 
@@ -351,8 +364,10 @@ def replicas_stop_at_merges(answer, world, network):
     local = {"consistency__mode": "local", "consistency__h": 3, "train__steps": 8}
     with shared_folder(world, network.group) as folder:
         trainer, events = make_run(answer, world, folder, "local", train__eval_every=1, **local)
-        trainer.is_stop_requested = lambda: world.rank == 1 and trainer.progress.step > 0
-        case = "local SGD, a merge every 3 steps; rank 1 asks for the end from step 1 on"
+        asking = "step 4", "step 5", "step 6"  # the last events before rank 1 asks
+        trainer.is_stop_requested = lambda: world.rank == 1 and bool({*asking} & {*events.noted[-1:]})
+        case = "local SGD, a merge every 3 steps; rank 1 asks for the end after on_step of step 4, 5 and 6"
         summary = trainer.run()
-        expect("step and stopped", (summary["step"], summary["stopped"]), (3, True), case=case)
-        expect("step and number of models of the evaluations", events.models, [(1, 2), (2, 2)], case=case)
+        expect("step and stopped", (summary["step"], summary["stopped"]), (6, True), case=case)
+        models = [(1, 2), (2, 2), (3, 1), (4, 2), (5, 2)]
+        expect("step and number of models of the evaluations", events.models, models, case=case)

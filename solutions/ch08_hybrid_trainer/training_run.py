@@ -13,6 +13,7 @@ The held-out loss is a sum over all samples, divided by the number of all tokens
 depend on the layout. Replicas that train separately do not meet between merges, so a stop has to wait for one.
 
 Usual wrong answers:
+* asks for a stop before the observers have seen the step: their request is heard at the next merge
 * calls separate replicas one model
 * stops replicas between merges: the checkpoint has models that differ
 * the package's own
@@ -21,9 +22,10 @@ Usual wrong answers:
 * looks at the number of the step before it was counted
 * compares digests before a save even if digest_every is 0
 * numbers the steps from 1: other dropout masks
+* gives on_end its arguments in the other order
 * never ends a run whose gradients always overflow
 * evaluates once more while the machine waits for its end
-* saves the number of the next step
+* tells the observers of a checkpoint before the old ones are deleted
 * deletes old checkpoints on all ranks at once
 * goes on with a loss of NaN
 * evaluates after the last step twice
@@ -48,12 +50,16 @@ Usual wrong answers:
 * leaves out the samples that do not fill a micro-batch
 * replicas stop between merges, each for itself
 * does not send this rank's request
+* saves the number of the next step
 * compares digests after the save: a damaged replica is in the checkpoint
 * saves where no run looks for checkpoints
 * takes every = 0 for every step
 * divides the samples evenly
 * takes a step that was skipped again, with the same samples
 * calls a run stopped that has done all its steps
+* takes the list of the answers for the answer: a list is true
+* tells the observers the number of ranks for that of the models
+* divides by the number of data shards without weights: right losses, and a wrong count of tokens
 * gives all data the weight 1
 * runs no steps
 """

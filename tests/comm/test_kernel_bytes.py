@@ -64,10 +64,45 @@ def test_count_tcp_bytes_sent_includes_unread_bytes():
             mine.sendall(b"")  # both are still open, and still the caller's
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
+def test_bytes_for_which_the_peer_has_no_room_count():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()
+        with theirs:
+            before = count_tcp_bytes_sent()
+            mine.setblocking(False)
+            written = mine.send(bytes(50_000_000))  # more than all buffers hold
+            assert written < 50_000_000
+            assert count_tcp_bytes_sent() - before == written
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_only_tcp_connections_count_each_by_its_addresses(family, host):
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    one, other = socket.socketpair()  # not TCP, like the next one
+    datagrams = socket.socket(family, socket.SOCK_DGRAM)
+    with server, one, other, datagrams, socket.create_connection(server.getsockname()[:2]) as mine:
+        theirs, _ = server.accept()
+        with theirs:
+            before = count_tcp_bytes_sent()
+            one.sendall(bytes(1000))
+            datagrams.sendto(bytes(1000), (host, 9))
+            mine.sendall(bytes(30))
+            theirs.sendall(bytes(7))
+            counts = count_tcp_bytes_by_connection()
+            addresses = mine.getsockname()[:2], mine.getpeername()[:2]
+            assert counts[addresses] == 30 and counts[addresses[::-1]] == 7
+            assert count_tcp_bytes_sent() - before == 37
+
+
 def test_bytes_between_ranks_finds_the_receiver_of_every_connection():
-    a, b, c, store = (("127.0.0.1", port) for port in (1, 2, 3, 4))
-    counts_by_rank = [{(a, b): 5, (a, c): 6}, {(b, a): 7, (b, store): 100}, {(c, a): 0}]
-    assert bytes_between_ranks(counts_by_rank) == [[0, 5, 6], [7, 0, 0], [0, 0, 0]]
+    a, b, c, store, second = (("127.0.0.1", port) for port in (1, 2, 3, 4, 5))
+    counts_by_rank = [{(a, b): 5, (a, c): 6, (second, b): 50}, {(b, a): 7, (b, store): 100}, {(c, a): 0}]
+    assert bytes_between_ranks(counts_by_rank) == [[0, 55, 6], [7, 0, 0], [0, 0, 0]]
 
 
 def bytes_by_connection(world: World) -> tuple[dict, int]:

@@ -89,7 +89,7 @@ def test_ranks_are_drawn_inside_their_node_with_their_colour(nodes):
     assert found == nodes
     names = [text.get_text() for text in panel.texts if not text.get_text().isdigit()]
     assert names == [f"node {number}" for number in range(len(nodes))]
-    squares = {patch.get_center(): to_hex(patch.get_facecolor()) for patch in patches_of(panel, Rectangle)}
+    squares = {tuple(patch.get_center()): to_hex(patch.get_facecolor()) for patch in patches_of(panel, Rectangle)}
     for place, color in squares.items():
         [rank] = [rank for at, rank in ranks.items() if at == pytest.approx(place)]
         assert color == to_hex(rank_color(rank))

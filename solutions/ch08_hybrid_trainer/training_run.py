@@ -58,7 +58,7 @@ Usual wrong answers:
 * takes a step that was skipped again, with the same samples
 * calls a run stopped that has done all its steps
 * takes the list of the answers for the answer: a list is true
-* tells the observers the number of ranks for that of the models
+* reports the number of data shards as the number of models
 * divides by the number of data shards without weights: right losses, and a wrong count of tokens
 * gives all data the weight 1
 * runs no steps

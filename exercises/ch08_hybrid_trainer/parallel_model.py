@@ -18,8 +18,9 @@ and buffers. layers: the range of this stage's layers. master_specs: {name: spec
 in `specs`. The attributes pipeline, tied and scaler are None until you set them.
 
 connect_backward: every gradient of a parameter that is not frozen goes to one function add(name, gradient). It is the
-reducer's; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer. With more than one
-stage it also makes the executor, with this stage's actions.
+reducer's; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer, unless the
+embedding is frozen. With more than one stage it also makes the executor, with this stage's actions, the parameters
+that are not frozen, and `add`.
 
 Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, with 1F1B and 2 micro-batches. On rank 3
     layers is range(2, 4), and pipeline.actions is [("F", 0), ("B", 0), ("F", 1), ("B", 1)]

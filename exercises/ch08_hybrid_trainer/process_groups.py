@@ -7,12 +7,13 @@ mesh: its sizes are mesh.pp, mesh.dp, mesh.cp and mesh.tp; tp changes fastest wi
 GroupSpec(name, axes, axis_partitions) puts ranks into one group whose coordinates differ on `axes` only. The optional
 axis_partitions splits these groups further: ((axis, sets), ...), where `sets` are tuples of coordinates on this axis;
 ranks are in one group if their coordinates are in one set, and a rank whose coordinate is in no set is in no group.
+With tp 4, GroupSpec("pairs", ("tp",), (("tp", ((0, 1), (2, 3))),)) has two groups of two ranks on each tp axis.
 
     "grads"                      on every mesh: the ranks that differ in dp or cp, inside one replica
     "tensor", "context"          the ranks that differ in tp, or in cp, if this axis has more than one rank
-    "heads"                      with fewer key-value heads than tp ranks: the consecutive tp ranks with one head
+    "heads"                      with fewer key-value heads than tp ranks: the consecutive tp ranks that share one head
     "activations", "gradients"   the ranks that differ in pp, if there are several stages
-    "tied"                       with several stages and tied embeddings: the first and the last stage only
+    "tied"                       with several stages and tied embeddings: of these ranks, only first and last stage
     "replica", "outer"           only if config.num_replicas(mesh) is above 1: all ranks of one replica, and
                                  the ranks with one position in each of the replicas
 

@@ -17,15 +17,17 @@ run: repeats `step` until train.steps are completed or a stop is agreed. After e
     compare_replicas   every fault.digest_every steps and before every save; never if digest_every is 0
     evaluate           every train.eval_every steps, but neither after the last step nor at a stop
     save               every checkpoint.every steps, after the last step, and at a stop
-An interval of 0 means never. After the loop: notify("on_last_step", self); evaluate, unless a stop came before the last
-step; notify("on_end", self, summary). The summary is the result: {"step": completed steps, "stopped": whether the run
-ended before the last step, "folder": str(self.folder)}, with "held_out_loss" if there was this last evaluation.
+An interval of 0 removes "every so many steps" only: also with checkpoint.every 0 a run saves after the last step and
+at a stop. After the loop, with any eval_every: notify("on_last_step", self); evaluate, unless a stop came before the
+last step; notify("on_end", self, summary). The summary is the result: {"step": completed steps, "stopped": whether the
+run ended before the last step, "folder": str(self.folder)}, with "held_out_loss" if there was this last evaluation.
 
 agree_on_stop: returns whether any rank asks for the end of the run, the same on all ranks. If replicas train separately
-(self.engine.merger is not None), they ask each other when merger.num_different_models is 1, and go on if it is not.
+(self.engine.merger is not None), `decision` has the requests of one replica only: all ranks then ask each other when
+merger.num_different_models is 1, and go on if it is not.
 
 evaluate: returns the mean loss of all held-out samples, each of them once. All ranks together have at most
-global_batch // micro_batches samples in a micro-batch, but at least 1. Then notify("on_evaluation", progress.step,
+max(1, global_batch // micro_batches) samples in a micro-batch. Then notify("on_evaluation", progress.step,
 loss, number of models): merger.num_different_models, or 1 without a merger.
 
 save: saves a checkpoint. Then rank 0 deletes old ones; if that fails, all ranks raise. Then notify("on_checkpoint",

@@ -20,6 +20,7 @@ _CELL_RUNNER = os.path.join("notebook", "rank_session.py")
 _DUMPED_THREAD = re.compile(r"^(Current thread|Thread) 0x.*\n((?:  .*\n?)*)", re.MULTILINE)
 
 _DUMPED_FRAME = re.compile(r'File "(.+)", line (\d+) in ')
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep  # site-packages is in it, too
 _INTERNAL_FOLDERS = (
     os.path.join("minidist", "tools", ""),
     os.path.join("minidist", "comm", ""),
@@ -230,14 +231,21 @@ class RankHandle:
 
 
 def find_innermost_line(stack: str) -> str | None:
-    """Return the innermost "file:line" of a stack that is not in torch, `minidist.comm` or `minidist.tools`.
+    """Return the innermost "file:line" of a stack outside torch, Python's own library, `minidist.comm` and tools.
 
     stack: text of a stack dump, innermost call first. If all its lines are in these packages, returns the innermost
     line; None for an empty stack.
     """
     lines = [f"{file}:{line}" for file, line in _DUMPED_FRAME.findall(stack)]
-    outside = [line for line in lines if not any(folder in line for folder in _INTERNAL_FOLDERS)]
+    outside = [line for line in lines if not _is_internal(line)]
     return next(iter([*outside, *lines]), None)
+
+
+def _is_internal(line: str) -> bool:
+    """Return whether a "file:line" is in torch, Python's own library, `minidist.comm` or `minidist.tools`."""
+    if any(folder in line for folder in _INTERNAL_FOLDERS):
+        return True
+    return line.startswith(_STANDARD_LIBRARY) and "-packages" not in line.removeprefix(_STANDARD_LIBRARY)
 
 
 def _is_user_frame(line: str) -> bool:

@@ -94,6 +94,11 @@ class Exercise:
     optional: bool = False
 
     @property
+    def is_trained(self) -> bool:
+        """Whether runs of the simple trainer can call the answer."""
+        return self.kind == "piece" and not self.route.startswith(NONE)
+
+    @property
     def chapter(self) -> str:
         """The name of the chapter's folder, such as "ch03_communication"."""
         return self.folder.name

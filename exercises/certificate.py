@@ -102,7 +102,7 @@ def choose_functions(catalogue: Catalogue, work: Work) -> tuple[list[Exercise], 
     A file that the learner has edited since its last verdict "passed", or that has none, is checked again. Raises
     UserError if no answer can be used.
     """
-    trained = [each for each in catalogue.values() if each.kind == "piece" and not each.route.startswith(NONE)]
+    trained = [each for each in catalogue.values() if each.is_trained]
     unknown = [each for each in trained if work.is_edited(each) and not work.is_unchanged_since_pass(each)]
     if unknown:
         print(f"checking {format_count(len(unknown), 'file')} that changed since the last verdict", flush=True)
@@ -118,7 +118,7 @@ def choose_functions(catalogue: Catalogue, work: Work) -> tuple[list[Exercise], 
     left_out += [
         f"{each.name:<26}{each.route.removeprefix(NONE)}"
         for each in catalogue.values()
-        if each.kind == "piece" and each.route.startswith(NONE) and work.entry(each).get("passed")
+        if each.kind == "piece" and not each.is_trained and work.entry(each).get("passed")
     ]
     if not used:
         raise UserError(
@@ -192,7 +192,6 @@ def _describe(
     """Return the certificate, of which the page and the JSON file are made."""
     import torch
 
-    trained = [each for each in catalogue.values() if each.kind == "piece" and not each.route.startswith(NONE)]
     functions = [
         {
             "exercise": each.name,
@@ -211,7 +210,7 @@ def _describe(
         "labels": LABELS,
         "functions": functions,
         "num_functions": len(functions),
-        "num_functions_of_course": len(trained),
+        "num_functions_of_course": sum(each.is_trained for each in catalogue.values()),
         "left_out": list(left_out),
         "layouts": list(layouts),
         "repair": repair,

@@ -10,36 +10,37 @@ from pathlib import Path
 from typing import Any
 
 _STYLE = Path(__file__).with_name("certificate.css").read_text()
-# Figures of both engines: title, key, unit, and the fast engine's code that makes it smaller, if it is.
+# Figures of both engines: title, key, unit, and the fast engine's code that makes it smaller, if it is, on a mesh with
+# several ranks along an axis: the axis, and the code.
 _FIGURES = (
-    ("held-out loss, nats per token", "held_out_loss", "nats", ""),
+    ("held-out loss, nats per token", "held_out_loss", "nats", "", ""),
     (
-        "operations in a step, most of a rank", "operations", "count",
+        "operations in a step, most of a rank", "operations", "count", "tp",
         "minidist/process_groups.py: gradients of norms, which are partial sums of the tensor-parallel ranks, are "
         "summed once per step; the simple trainer sums them in every micro-batch.",
     ),
-    ("bytes sent in a step: P2P", "counted_bytes_per_step", "bytes", "minidist/parallel/pipeline/transfers.py"),
+    ("bytes sent in a step: P2P", "counted_bytes_per_step", "bytes", "pp", "minidist/parallel/pipeline/transfers.py"),
     (
-        "bytes sent in a step: collectives", "modelled_bytes_per_step", "bytes",
+        "bytes sent in a step: collectives", "modelled_bytes_per_step", "bytes", "pp",
         "minidist/process_groups.py: one group sums the tied embedding's gradient over stages and replicas; the simple "
         "trainer sums it over both in turn.",
     ),
     (
-        "peak memory of a rank's tensors", "peak_memory", "bytes",
+        "peak memory of a rank's tensors", "peak_memory", "bytes", "tp",
         "minidist/parallel/tensor/vocabulary.py: the loss overwrites its logits; in the simple trainer autograd keeps "
         "several tensors of this size.",
     ),
     (
-        "time of a step, median", "step_s", "seconds",
+        "time of a step, median", "step_s", "seconds", "pp",
         "minidist/parallel/pipeline/transfers.py: receives are posted before they are needed; "
         "minidist/train/engine.py: one call computes all norms.",
     ),
     (
-        "time of a step, fastest", "fastest_step_s", "seconds",
+        "time of a step, fastest", "fastest_step_s", "seconds", "pp",
         "minidist/parallel/pipeline/transfers.py and minidist/train/engine.py, in the step that waits least.",
     ),
 )  # fmt: skip
-COMPARED = tuple(key for _, key, _, _ in _FIGURES)
+COMPARED = tuple(key for _, key, *_ in _FIGURES)
 # Figures whose ratio differs from 1 by less count as equal; times vary from run to run.
 _EQUAL, _EQUAL_TIMES = 5e-4, 0.05
 
@@ -161,9 +162,10 @@ def _render_training(certificate: dict[str, Any]) -> str:
     """Return the comparison of both engines, and the figures of each rank."""
     training = certificate["training"]
     yours, fast, rows = training["yours"], training["fast"], []
-    for title, key, kind, where in _FIGURES:
+    axes = {axis for rank in yours["ranks"] for axis, index in rank["coords"].items() if index}
+    for title, key, kind, axis, where in _FIGURES:
         mine, other = (training["comparison"][key][name] for name in ("yours", "fast"))
-        ratio, color, where = _compare(mine, other, kind, where)
+        ratio, color, where = _compare(mine, other, kind, where if axis in axes else "smaller in this run")
         how, why = _label(certificate, key), f'<div class="text muted">{html.escape(where)}</div>'
         cells = (number(mine, kind), number(other, kind), f'<span class="{color}">{ratio}</span>', why)
         rows.append([f"{title} {how}", *cells])

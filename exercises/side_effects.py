@@ -26,7 +26,9 @@ from exercises.testing import Wrong
 
 _WATCHED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
 _SHOWN = 60
-_TESTS = os.path.dirname(os.path.abspath(__file__))  # the folder of the exercises' tests, in which no answer is
+_TESTS = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep
+)  # the folder of the exercises' tests, in which no answer is
 _STORE_WRITES = ("add", "append", "compare_set", "multi_set", "queue_push", "set")
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # when an optimizer's first step imports its compiler
 

@@ -10,8 +10,8 @@ unsplit tensors, and the number of the stage. Everything else is found in the en
 have remained, and the masters are those of the reducer, with ZeRO a flat range of each parameter.
 
 Hooks are last because they close the graph: every gradient leaves backward through one `add`. On the stages that
-share the embedding a TiedGradient stands before the reducer, for hooks and for a split backward alike: with two
-entrances one half of the gradient would reach the reducer without the other stage's part.
+share the embedding a TiedGradient stands before the reducer, both for hooks and for a split backward: with two
+entrances, half of the gradient would reach the reducer without the other stage's part.
 
 Usual wrong answers:
 * ignores the schedule

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from exercises.catalogue import NONE, ROOT
+from exercises.catalogue import ROOT
 from minidist.errors import UserError
 from minidist.tools.notebook import weave
 from minidist.tools.notebook.predict import HOW
@@ -101,7 +101,7 @@ def test_every_exercise_has_a_cell_that_grades_it_beside_it(chapter):
 
 @each_chapter
 def test_every_notebook_trains_with_the_answers_that_the_trainer_calls(chapter):
-    routed = [one.name for one in exercises_of(chapter) if one.kind == "piece" and not one.route.startswith(NONE)]
+    routed = [one.name for one in exercises_of(chapter) if one.is_trained]
     for notebook in notebooks(chapter):
         opened = [cell.source.split()[1] for cell in notebook.cells if cell.source.startswith("%exercise ")]
         trained = [cell.source.split()[1:] for cell in notebook.cells if cell.source.startswith("%train ")]

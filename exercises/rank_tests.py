@@ -90,6 +90,7 @@ def run_tests(world, request: Request) -> str:
         note.begin(name)
         if network is not None:
             network.begin()
+        effects = None
         try:
             with _limit_memory(request.memory_bytes):
                 loaded = _load_answer(request, deferred)
@@ -105,6 +106,9 @@ def run_tests(world, request: Request) -> str:
                 finding = None
         except BaseException as error:
             finding = finding_of(error, request.answer)
+            if finding.kind == "network" and effects is not None and effects.found:
+                # What broke may be a connection that the answer has made itself.
+                finding = finding_of(Wrong("wrong", effects.found), request.answer)
         if guard.caught:
             finding = Finding("forbidden", guard.caught[0], line=guard.caught[1])
         if finding is not None:

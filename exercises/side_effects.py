@@ -39,6 +39,8 @@ class SideEffects:
     module: of the answer; its functions and the methods of its classes among `symbols` are wrapped. network: of the
     check, None if the answer makes its own process groups. may_seed: whether the exercise asks for code that sets the
     global random states. after_call: called when one of the functions and methods has returned to the test.
+
+    found: the first side effect of a call, as a sentence; "" so far.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class SideEffects:
     ):
         self._after_call = after_call
         self._module, self._network, self._may_seed = module, network, may_seed
-        self._depth, self._calls, self._found = 0, 0, ""
+        self._depth, self._calls, self.found = 0, 0, ""
         rank = dist.get_rank() if dist.is_initialized() else 0
         _seed_random_states(1000 + rank)
         vars(module)["hash"] = functools.partial(_salted_hash, f"interpreter {rank}")
@@ -67,8 +69,8 @@ class SideEffects:
 
     def check(self) -> None:
         """Raise Wrong if the test has seen a side effect. Call it after the test has passed."""
-        if self._found:
-            raise Wrong("wrong", self._found)
+        if self.found:
+            raise Wrong("wrong", self.found)
         after = _get_module_variables(self._module)
         for name in sorted(after.keys() | self._variables.keys()):
             if after.get(name) != self._variables.get(name):
@@ -105,10 +107,10 @@ class SideEffects:
             finally:
                 self._depth = 0
                 if groups != _count_groups():  # more telling than the backend and the store writes that come with one
-                    self._found = f"{function.__qualname__} makes process groups and does not destroy them"
+                    self.found = f"{function.__qualname__} makes process groups and does not destroy them"
                 for name, state in _get_random_states().items():
-                    if state != before[name] and not self._found:
-                        self._found = (
+                    if state != before[name] and not self.found:
+                        self.found = (
                             f"{function.__qualname__} changes the global random state of {name}: code that draws from "
                             "it afterwards gets other numbers. Draw from a generator of your own"
                         )
@@ -129,7 +131,7 @@ class SideEffects:
             def noted(*args, **kwargs):
                 if sys._getframe(1).f_code.co_filename.startswith(_TESTS):  # called back by the answer
                     return called(*args, **kwargs)
-                self._found = self._found or (
+                self.found = self.found or (
                     f"{name} {what}: nothing counts what it sends there. Use the collectives and the group that you "
                     "are given"
                 )

@@ -101,8 +101,22 @@ def test_only_tcp_connections_count_each_by_its_addresses(family, host):
 
 def test_bytes_between_ranks_finds_the_receiver_of_every_connection():
     a, b, c, store, second = (("127.0.0.1", port) for port in (1, 2, 3, 4, 5))
-    counts_by_rank = [{(a, b): 5, (a, c): 6, (second, b): 50}, {(b, a): 7, (b, store): 100}, {(c, a): 0}]
+    counts_by_rank = [
+        {(a, b): 5, (a, c): 6, (second, b): 50},
+        {(b, a): 7, (b, second): 0, (b, store): 100},
+        {(c, a): 0},
+    ]
     assert bytes_between_ranks(counts_by_rank) == [[0, 55, 6], [7, 0, 0], [0, 0, 0]]
+
+
+def test_two_ranks_may_have_the_same_port_for_connections_to_different_ranks():
+    listens_0, listens_1, listens_2, shared = (("127.0.0.1", port) for port in (1, 2, 3, 4))
+    counts_by_rank = [
+        {(listens_0, shared): 5},
+        {(listens_1, shared): 6, (shared, listens_0): 7},
+        {(shared, listens_1): 8},
+    ]
+    assert bytes_between_ranks(counts_by_rank) == [[0, 5, 0], [7, 0, 6], [0, 8, 0]]
 
 
 def bytes_by_connection(world: World) -> tuple[dict, int]:

@@ -39,14 +39,15 @@ def bytes_between_ranks(counts_by_rank: Sequence[Mapping[tuple[Address, Address]
     """Return how many bytes each rank has sent to each other rank: row r is what rank r sent, by receiver.
 
     counts_by_rank: of each rank of one machine, the result of `count_tcp_bytes_by_connection`, or the difference of two
-    results. Connections to other processes, such as the store of the rendezvous, do not count.
+    results. A connection counts if both of its ends are among these ranks; one to the rendezvous store, say, does not.
     """
-    owners = {own: rank for rank, counts in enumerate(counts_by_rank) for own, _ in counts}
+    # An address alone does not name a rank: two processes may have the same port for connections to different peers.
+    owners = {ends: rank for rank, counts in enumerate(counts_by_rank) for ends in counts}
     sent = [[0] * len(counts_by_rank) for _ in counts_by_rank]
     for rank, counts in enumerate(counts_by_rank):
-        for (_, peer), num_bytes in counts.items():
-            if peer in owners:
-                sent[rank][owners[peer]] += num_bytes
+        for (own, peer), num_bytes in counts.items():
+            if (receiver := owners.get((peer, own))) is not None:
+                sent[rank][receiver] += num_bytes
     return sent
 
 

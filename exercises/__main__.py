@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 from exercises import (
     class_report,
-    condition_report,
     generated_mistakes,
     grade,
     made_class,
@@ -459,7 +458,9 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
         if options.mutate:
             return 0 if mutate.run_mutants(chosen, server) else 1
         if options.mistakes or options.conditions:
-            run = generated_mistakes.run_mistakes if options.mistakes else condition_report.run_conditions
+            from exercises.condition_report import run_conditions  # it imports torch, which a check can do without
+
+            run = generated_mistakes.run_mistakes if options.mistakes else run_conditions
             with tempfile.TemporaryDirectory(prefix="minidist-gate-") as folder:
                 return 0 if run(chosen, server, Path(folder)) else 1
         gate = Gate(server)

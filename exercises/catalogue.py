@@ -66,6 +66,8 @@ class Exercise:
     whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
+    imports: modules that ranks import while they run the tests, at a cost, as the first step of an optimizer imports
+    torch._dynamo (0.6 s); a rank server preloads them, see `exercises.check.modules_to_preload`.
     route: empty for a piece that some layout of the simple trainer calls (see `exercises.layouts`); otherwise "none: "
     and the reason why no training run calls the answer.
     why: the solution's note.
@@ -91,6 +93,7 @@ class Exercise:
     defines: tuple[str, ...] = ()
     fails: str = ""
     fault: str = ""
+    imports: tuple[str, ...] = ()
     optional: bool = False
 
     @property
@@ -219,7 +222,7 @@ def _make_exercise(name: str, table: object, file: Path) -> Exercise:
     if kind not in KINDS:
         raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {kind!r}")
     needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
-    unknown, missing = table.keys() - allowed, needed - table.keys()
+    unknown, missing = table.keys() - allowed - {"imports"}, needed - table.keys()
     if unknown or missing:
         problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
         raise UserError(f"{where} has {' and '.join(problems)}; the keys of a {kind} are {', '.join(sorted(allowed))}")

@@ -20,22 +20,16 @@ from minidist.errors import UserError
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
 
+CONDITIONS_TEST = "holds_under_every_condition"  # the test that calls `exercises.conditions.check_conditions`
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
-# Modules of the grader, preloaded for the ranks. The optimizers of torch import torch._dynamo: a second for each rank.
+# Modules of the grader, preloaded for the ranks.
 _GRADER = (
     *("numpy", "exercises.network", "exercises.observations", "exercises.rank_tests", "exercises.side_effects"),
     "exercises.shared_code",  # the last: it remembers the functions of the others
 )
-PRELOAD = ("torch._dynamo", *_GRADER)
+PRELOAD = ("torch._dynamo", *_GRADER)  # for any exercise
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
-# Pieces that use our custom operators or torch's optimizers, or count operators, import torch._dynamo. It writes a
-# file, for which the answer would be blamed.
-_OPERATORS = (
-    "minidist.simple.pipeline:split_backward",
-    *("minidist.simple.training_state:", "minidist.simple.recovery:recover"),
-    *("minidist.simple.parallelize:parallelize", "minidist.simple.engine:", "minidist.simple.trainer:"),
-)
 # After these findings the other tests would fail in the same way.
 _STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit", "breakpoint")
 _NOT_RUN = "not run, because of how another test ended"
@@ -78,7 +72,8 @@ class Verdict:
 def modules_to_preload(exercises: Iterable[Exercise]) -> tuple[str, ...]:
     """Return the modules that a rank server should preload to grade only these exercises.
 
-    They are the grader's, those that define the pieces, and what the tests import: each rank would do it again.
+    They are the grader's, those that define the pieces, what the tests import, and what runs of the exercise import:
+    each rank would do it again.
     """
     exercises = list(exercises)
     found = {module for exercise in exercises for module in exercise.modules}
@@ -89,11 +84,8 @@ def modules_to_preload(exercises: Iterable[Exercise]) -> tuple[str, ...]:
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module)
     of_tests = sorted(name for name in found if name.split(".")[0] in ("torch", "numpy", "minidist", "exercises"))
-    return (*of_tests, *(PRELOAD if any(map(_needs_operators, exercises)) else _GRADER))
-
-
-def _needs_operators(exercise: Exercise) -> bool:
-    return exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS)
+    of_runs = sorted({name for exercise in exercises for name in exercise.imports})
+    return (*of_tests, *of_runs, *_GRADER)
 
 
 def check(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from exercises import stubs
 from exercises.answers import read_answers
 from exercises.catalogue import Exercise
-from exercises.check import check
+from exercises.check import CONDITIONS_TEST, check
 from exercises.conditions import KINDS, USUAL
 from exercises.generated_mistakes import make_mistakes
 from minidist.errors import UserError
@@ -22,12 +22,10 @@ from minidist.errors import UserError
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
 
-TEST = "holds_under_every_condition"  # the test that calls check_conditions
-
 
 def has_conditions(exercise: Exercise) -> bool:
     """Return whether one of the exercise's tests runs the answer under all conditions."""
-    return TEST in [test.id for test in exercise.tests()]
+    return CONDITIONS_TEST in [test.id for test in exercise.tests()]
 
 
 def run_conditions(exercises: Iterable[Exercise], server: "RankServer", folder: Path) -> bool:
@@ -50,7 +48,7 @@ def run_conditions(exercises: Iterable[Exercise], server: "RankServer", folder: 
         for name in (name for name, kinds in found.items() if not kinds):
             print(f"    not refused: {name}", flush=True)
     if not answers:
-        raise UserError(f"none of these exercises has a test {TEST}")
+        raise UserError(f"none of these exercises has a test {CONDITIONS_TEST}")
     print(f"{'all':<26}{by_conditions:3} of {answers:3} wrong answers refused ({by_conditions / answers:.0%})\n")
     print(f"{'kind of condition':<26}refuses   alone")
     for kind in KINDS:
@@ -72,7 +70,7 @@ def _passes(exercise: Exercise, text: str, server: "RankServer", folder: Path, k
     """Return whether a program passes under all conditions, or under those of one kind."""
     file = folder / f"{exercise.name}.py"
     file.write_text(text)
-    return check(exercise, file, server, only=[TEST], condition=kind).passed
+    return check(exercise, file, server, only=[CONDITIONS_TEST], condition=kind).passed
 
 
 def _refusing_kinds(exercise: Exercise, text: str, server: "RankServer", folder: Path) -> list[str]:

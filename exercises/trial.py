@@ -16,8 +16,7 @@ from queue import SimpleQueue
 from exercises import report, stubs
 from exercises.answers import Answer, read_answers
 from exercises.catalogue import Catalogue, Exercise
-from exercises.check import check, modules_to_preload
-from exercises.condition_report import TEST
+from exercises.check import CONDITIONS_TEST, check, modules_to_preload
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.threads import usable_cores
@@ -40,7 +39,7 @@ class Outcome:
     @property
     def only_conditions(self) -> bool:
         """Whether the conditions of all exercises refuse this answer and no test of its own exercise does."""
-        return self.failed == (TEST,)
+        return self.failed == (CONDITIONS_TEST,)
 
 
 def read_trial(folder: Path, exercises: Iterable[Exercise], into: Path) -> list[tuple[Exercise, Answer, Path]]:

@@ -151,6 +151,13 @@ def test_training_imports_no_tool_and_not_the_compiler(tmp_path):
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stdout + result.stderr
 
 
+def test_the_command_of_the_exercises_starts_without_torch():
+    """The rank server imports it anyway: a second that each check would take twice."""
+    program = "import sys, exercises.__main__; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "False\n"), result.stdout + result.stderr
+
+
 def test_the_simple_trainer_is_short():
     lines = simple_trainer_lines()
     assert sum(lines.values()) <= SIMPLE_TRAINER_LINES and max(lines.values()) <= SIMPLE_TRAINER_FILE_LINES, lines

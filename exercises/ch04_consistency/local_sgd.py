@@ -27,7 +27,7 @@ that measuring it does not change the parameters.
 
 You may call:
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks; group.size is the number of ranks
-    torch.tensor([number], dtype=torch.float64, device=parameters.device), Tensor.item()
+    torch.tensor([number], dtype=torch.float64, device=group.world.control_device), Tensor.item()
     torch.zeros_like(tensor), Tensor.copy_(tensor)
     Tensor.double(), Tensor.square(), Tensor.sum(), Tensor.sqrt(), float(tensor)
 

@@ -8,7 +8,8 @@ parameters, gradient: flat tensors of equal shape. update(parameters, gradient) 
 parameters in place, and it has states. group.rank is this rank's number in the group, group.size the number of ranks.
 Example: 3 ranks, gradients [1, 2], [3, 4] and [5, 6], server 0. Rank 0 calls update(parameters, [9, 12]) once, and
 sends the new parameters to ranks 1 and 2. With 7 elements on 3 ranks, sharded_step assigns elements 0 to 2 to rank 0,
-3 and 4 to rank 1, 5 and 6 to rank 2; with 2 elements on 4 ranks, the shards of ranks 2 and 3 are empty.
+3 and 4 to rank 1, 5 and 6 to rank 2; with 2 elements on 4 ranks, the shards of ranks 2 and 3 are empty. Every rank
+calls update once, also for an empty shard; you may send empty shards or leave them out.
 
 Checked: the parameters after two steps of an optimizer with momentum, on 1 to 4 ranks, with each rank as the server,
 also for sizes that the number of ranks does not divide; which ranks call update, and with which arguments; every

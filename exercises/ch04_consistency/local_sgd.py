@@ -12,7 +12,7 @@ local_round: local_step(parameters, step) changes the parameters in place. steps
 as range(8, 12). weight: this replica's, in the merge.
 
 rms_distance_from_mean returns a float, sqrt(sum_i |theta_i - mean|^2 / n) over the n replicas, where mean is their
-plain mean. Example: replicas [3, 0] and [5, 0] have the mean [4, 0] and a drift of 1.
+unweighted mean. Example: replicas [3, 0] and [5, 0] have the mean [4, 0] and a drift of 1.
 
 Checked: the merge. The mean on 1 to 4 ranks, to twelve digits in float64; that all ranks end with equal bits; a replica
 of weight 0, which does not count even if its values are NaN or infinite, and gets the mean of the others; weights that
@@ -27,7 +27,7 @@ that measuring it does not change the parameters.
 
 You may call:
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks; group.size is the number of ranks
-    torch.tensor([number], dtype=torch.float64, device=parameters.device), Tensor.item()
+    torch.tensor([number], dtype=torch.float64, device=group.world.control_device), Tensor.item()
     torch.zeros_like(tensor), Tensor.copy_(tensor)
     Tensor.double(), Tensor.square(), Tensor.sum(), Tensor.sqrt(), float(tensor)
 

@@ -7,9 +7,10 @@ parameters: one flat tensor, equal on all ranks at the start; the inner steps ch
 rank. Let theta be the parameters after the last outer step, theta_i the present parameters of replica i, and
 g = sum_i w_i (theta - theta_i) / sum_i w_i. The outer step is
     v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
-and then all replicas continue from theta. Write this step yourself: torch.optim.SGD is not allowed. Example: theta =
-10, lr 0.5, momentum 0.5. Two replicas of weight 1 reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75.
-If they then reach 7 and 6.5: g = 1, v = 2.5, theta = 6.625.
+v is 0 at the start. After the step all replicas continue from theta. Keep theta and v in the attributes `start` and
+`velocity`, which a checkpoint saves. Write this step yourself: torch.optim.SGD is not allowed. Example: theta = 10, lr
+0.5, momentum 0.5. Two replicas of weight 1 reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they
+then reach 7 and 6.5: g = 1, v = 2.5, theta = 6.625.
 
 Checked: four rounds, compared with a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0,
 which is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a

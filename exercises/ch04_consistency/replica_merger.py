@@ -33,7 +33,8 @@ You may call:
     merge_replicas(parameters, weight, group)   overwrites the parameters of all ranks by their weighted mean
     OuterStep(parameters, lr, momentum), OuterStep.step(parameters, weight, group), OuterStep.start, OuterStep.velocity
     all_reduce(tensor, group)   replaces the tensor by the sum over all ranks; group.size is the number of ranks
-    torch.zeros(1, dtype=torch.float64), Tensor.clone(), Tensor.detach(), Tensor.zero_(), Tensor.item()
+    Tensor.to(group.world.control_device, copy=True)   a copy on the device where a few numbers are all-reduced
+    torch.zeros(1, dtype=torch.float64), Tensor.detach(), Tensor.zero_(), Tensor.item()
 
 Check it with: python -m exercises check replica_merger
 

@@ -5,14 +5,15 @@ max_stable_learning_rate, the formula for this rate on a quadratic, and diverges
 whether the parameter diverges with one learning rate.
 
 The loss is curvature / 2 * theta^2, its gradient curvature * theta, and theta_{t+1} = theta_t - lr * curvature *
-theta_{t - delay}, starting at 1. lr and curvature are above 0; delay is an integer, 0 or more. Example:
+theta_{t - delay}, where theta_0 and all earlier ones are 1. lr and curvature are above 0; delay is an integer, 0 or
+more. Example:
     max_stable_learning_rate(0, 1.0) is 2.0, (1, 1.0) is 1.0, (2, 1.0) is 0.618, and (1, 4.0) is 0.25
     diverges_with_delay(1.05, 1) is True: the parameter oscillates, and its largest values grow slowly
     diverges_with_delay(0.95, 1) is False: it oscillates as well, and its largest values fall
 
-The experiment makes at least num_updates updates, unless the parameter overflows before: with workers and a server on
-the virtual clock, or by a loop of your own. It must not use the formula. A parameter that has become infinite or NaN
-has diverged.
+The experiment makes at least num_updates updates, unless the parameter overflows before. You may write it as a loop
+over theta, or with workers and a server on the virtual clock. It must not use the formula. A parameter that has become
+infinite or NaN has diverged.
 
 Checked: the formula for delays 0 to 12, against the roots of the recursion's polynomial; the experiment for delays 0
 to 9 and 40 with rates 2 % below and above the largest stable one, with several curvatures, and with rates that
@@ -27,7 +28,7 @@ You may call:
 
 Check it with: python -m exercises check stable_rate
 
-Stub 9e6512e5.
+Stub cf74c5cb.
 """
 
 import math
@@ -49,9 +50,8 @@ def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
 def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
     """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    lr: the learning rate. delay: the staleness of every gradient, in updates. curvature: the second derivative of the
-    quadratic. num_updates: how many to simulate. Simulates delay + 1 equally fast workers without a staleness
-    bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
-    push.
+    lr: the learning rate. delay: the staleness of every gradient, in updates, as with delay + 1 equally fast workers
+    that pull right after each push. curvature: the second derivative of the quadratic. num_updates: how many updates
+    to simulate, at least.
     """
     raise NotImplementedError("return whether delayed descent on the quadratic grows at this rate")

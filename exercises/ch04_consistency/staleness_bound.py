@@ -3,18 +3,18 @@
 Write the parameter server of asynchronous workers. It answers pulls with a copy of the parameters and pushes with an
 update; with a bound it delays some answers, so that no worker is more than `bound` clocks ahead of the slowest one.
 
-parameters: one flat tensor, which update(parameters, gradient) changes in place. num_workers: the workers are numbered
-from 0. bound: an integer, 0 or more, or None. handle(worker, request) gets a Pull(), a Push(gradient), or None if the
-worker leaves, and returns a list of (worker, answer) of all requests that are due now: its own, and those of earlier
-calls that have waited. The answer is a copy of the parameters for a pull, None for a push. A request that is not due
-waits in the server, and its worker makes no other one. is_due and answer are for handle alone: you may write
-other methods in their place.
+parameters: the caller's flat tensor, which update(parameters, gradient) changes in place. num_workers: the workers are
+numbered from 0. bound: an integer, 0 or more, or None for no bound. handle(worker, request) gets a Pull(), a
+Push(gradient), or None if the worker leaves, and returns a list of (worker, answer) of all requests that are due now:
+its own, and those of earlier calls that have waited. The answer is a copy of the parameters for a pull, None for a
+push; a worker that leaves gets none. A request that is not due waits in the server, and its worker makes no other one.
+Only handle calls is_due and answer: you may write other methods in their place.
 
 A worker's clock is the number of its pushes. Pull number c of a worker, from 0, must see all pushes of every worker
 before number c - bound, and no push from number c + bound on. So a pull waits until slow workers have pushed, and a
-push waits until slow workers have pulled. Requests that are due are answered at once, in the order of their arrival;
-an answer can make other requests due, also earlier ones. `staleness` is a list with one entry per update: the number of
-other updates since the pull of this update's worker was answered.
+push waits until slow workers have pulled. An answer can make other requests due, also earlier ones: after each answer,
+the next one goes to the earliest request that is due now. `staleness` is a list with one entry per update: the number
+of other updates since the pull of this update's worker was answered.
 
 Example: 2 workers, bound 0. Worker 0 pulls: handle returns [(0, parameters)]. Worker 0 pushes: [], because worker 1
 has not pulled yet and must not see this push. Worker 1 pulls: [(1, parameters), (0, None)]. Worker 0 pulls: []; its

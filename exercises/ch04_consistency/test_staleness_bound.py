@@ -19,8 +19,12 @@ def own_element(worker, workers):
     return torch.eye(workers, dtype=torch.float64)[worker]
 
 
+def zeros(workers):
+    return torch.zeros(workers, dtype=torch.float64)
+
+
 def make_server(answer, workers, bound=None):
-    return answer.Server(torch.zeros(workers, dtype=torch.float64), add, workers, bound)
+    return answer.Server(zeros(workers), add, workers, bound)
 
 
 def handle(server, worker, request):
@@ -36,24 +40,26 @@ def names(answers):
 
 
 def run(answer, bound, durations=UNEVEN, steps=12, workers=4):
-    """All workers to their end; returns the server, the timeline, and (worker, step, parameters) of every gradient."""
-    server, seen = make_server(answer, workers, bound), []
+    """All workers to their end; returns the parameters, the timeline, and (worker, step, pulled) of every gradient."""
+    parameters, seen = zeros(workers), []
+    server = answer.Server(parameters, add, workers, bound)
 
     def compute_of(worker):
-        def compute(parameters, step):
-            seen.append((worker, step, parameters.tolist()))
+        def compute(pulled, step):
+            seen.append((worker, step, pulled.tolist()))
             return own_element(worker, workers)
 
         return compute
 
     made = [asynchronous_worker(compute_of(worker), steps) for worker in range(workers)]
-    return server, run_on_virtual_clock(server, made, durations), seen
+    return parameters, run_on_virtual_clock(server, made, durations), seen
 
 
 @test(points=3)
 def pull_and_push_without_a_bound(answer):
     """Without a bound every request is answered at once: a pull by a copy of the parameters, a push by None."""
-    server = make_server(answer, 2)
+    given = zeros(2)
+    server = answer.Server(given, add, 2)
     first = handle(server, 0, Pull())
     expect("answers to a pull of worker 0", names(first), [(0, "parameters")])
     for number in range(1, 4):
@@ -61,7 +67,7 @@ def pull_and_push_without_a_bound(answer):
         [(_, parameters)] = handle(server, 0, Pull())
         expect("parameters of the next pull", parameters, [number, 0.0], case=f"worker 0 has pushed {number} times")
     expect("the parameters of the first pull, afterwards", first[0][1], [0.0, 0.0])
-    expect("server.parameters", server.parameters, [3.0, 0.0])
+    expect("the tensor given to the server, afterwards", given, [3.0, 0.0])
 
 
 @test(points=3)
@@ -141,10 +147,10 @@ def no_pull_sees_too_little_or_too_much(answer):
                 if parameters is not None:
                     check_pull(worker, pulls[worker], parameters.tolist(), bound, "requests in a random order")
                     pulls[worker] += 1
-        server, _, seen = run(answer, bound)
+        pushed, _, seen = run(answer, bound)
         for worker, step, parameters in seen:
             check_pull(worker, step, parameters, bound, "on the virtual clock")
-        expect("pushes of each worker at the end", server.parameters, [12.0] * 4, case=f"bound {bound}")
+        expect("pushes of each worker at the end", pushed, [12.0] * 4, case=f"bound {bound}")
 
 
 @test(points=3)
@@ -205,6 +211,6 @@ def others_go_on_when_a_worker_leaves(answer):
     expect("due answers when worker 2 leaves", due, [(0, "parameters"), (1, "parameters")])
     for bound in (0, 1, None):
         durations = Durations([1.0, 1.0, 4.0], [0.0] * 3, leave_s={2: 9.0})
-        server, _, _ = run(answer, bound, durations, steps=8, workers=3)
+        pushed, _, _ = run(answer, bound, durations, steps=8, workers=3)
         case = f"bound {bound}: worker 2 leaves after two of eight steps"
-        expect("pushes of each worker", server.parameters, [8.0, 8.0, 2.0], case=case)
+        expect("pushes of each worker", pushed, [8.0, 8.0, 2.0], case=case)

@@ -30,6 +30,7 @@ Usual wrong answers:
 * bounds the number of updates since the worker's pull, and not its lead in clocks
 * counts from the worker's last push, and not from its pull
 * counts the update itself among those in between
+* keeps a copy of the parameters: the tensor of the caller, the model that it evaluates, never changes
 * answers nobody
 """
 

@@ -26,10 +26,9 @@ def max_stable_learning_rate(delay: int, curvature: float = 1.0) -> float:
 def diverges_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
     """Minimise a quadratic by asynchronous gradient descent; return whether the parameter diverges.
 
-    lr: the learning rate. delay: the staleness of every gradient, in updates. curvature: the second derivative of the
-    quadratic. num_updates: how many to simulate. Simulates delay + 1 equally fast workers without a staleness
-    bound. Each pulls right after its push, so that `delay` pushes of other workers come between its pull and its next
-    push.
+    lr: the learning rate. delay: the staleness of every gradient, in updates, as with delay + 1 equally fast workers
+    that pull right after each push. curvature: the second derivative of the quadratic. num_updates: how many updates
+    to simulate, at least.
     """
     path = [1.0]
 

@@ -79,9 +79,8 @@ def _draw_staleness(lines: list[tuple[int, int, int]]) -> None:
         axes.plot([pulled, pushed], [worker - 0.15, worker + 0.15], color=f"C{worker}", linewidth=1.5)
         axes.plot(pulled, worker - 0.15, "o", color=f"C{worker}", markersize=5, markerfacecolor="white")
         axes.plot(pushed, worker + 0.15, "o", color=f"C{worker}", markersize=5)
-        if pushed - pulled > 1:
-            text = {"ha": "center", "va": "bottom", "fontsize": 8}
-            axes.text((pulled + pushed) / 2, worker - 0.05, str(pushed - pulled - 1), **text)
+        text = {"ha": "center", "va": "bottom", "fontsize": 8}
+        axes.text((pulled + pushed) / 2, worker - 0.05, str(pushed - pulled - 1), **text)
     axes.set(xlabel="number of updates so far", yticks=workers, ylim=(max(workers) + 0.5, -0.6))
     axes.set_yticklabels([f"worker {worker}" for worker in workers])
     axes.set_title("open circle: pull, filled: push; the number is the staleness", fontsize=9)

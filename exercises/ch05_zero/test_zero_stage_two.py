@@ -125,3 +125,8 @@ def reduced_from_the_last_block_on(answer, world, network):
     expect("the first element of each block's summed gradient after the third micro-batch", got, wanted)
     zero.finish()
     expect("the first element of the root's summed gradient", float(zero.root.grad[0]), 2.0 * world.size)
+    for when in ("in an aborted step", "in the step after an aborted one"):
+        zero.clear()
+        reductions.sums = [0.0] * LAYERS
+        add(blocks[2])
+        reductions.expect([2], f"after the last gradient of block 2, {when}")

@@ -5,18 +5,18 @@ into one flat buffer of which they become views, and that can free this buffer a
 
 parameters: {name: parameter of any shape}, of one dtype, in the order of the buffer. masters: {name: tensor}, the
 values; it may have other names, too. If the masters have another dtype, the buffer has their values rounded, and
-`master` is a copy of this rank's shard of them; else `master` is the shard itself. group: group.rank, group.size.
-full: (n * size,) on n ranks, with the smallest size; the padding at the end is zero. shard: (size,), a view of full, or
-a copy if own_shard. grad: (size,), zeros, in the masters' dtype. places: {name: (slice of the shard, offset of its
-first element in the flattened parameter)}; a parameter without elements in the shard is left out. The attributes
-`parameters`, a dictionary of its own, and `group` are those given.
+`master` is a copy of this rank's shard of them; else `master` is the shard itself. group: group.rank, group.size. full:
+(n * size,) on n ranks, with the smallest size; the padding at the end is zero. shard: (size,), a view of full, or a
+copy if own_shard; full keeps its memory until `free` is called. grad: (size,), zeros, in the masters' dtype. places:
+{name: (slice of the shard, offset of its first element in the flattened parameter)}; a parameter without elements in
+the shard is left out. Further attributes: `size`, `group`, and `parameters`, a new dictionary of those given.
 Example: parameters a: (5,), b: (2, 2), c: () with the values 0 to 9, on 3 ranks.
     full     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0] on each rank, size 4; the last two elements are padding
     places   rank 0: {"a": (slice(0, 4), 0)}   rank 1: {"a": (slice(0, 1), 4), "b": (slice(1, 4), 0)}
     flatten({"c": tensor(7.)}, like=full)   [0, 0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0]
 start_gather returns at once, while the shards are in flight; it launches nothing if the buffer has its memory, or has
-no elements. `wait` ends the gather. `free` empties the buffer's memory; if a gather is in flight, it waits for it
-first.
+no elements. `wait` waits for the gather in flight, if any. `free` frees the buffer's memory; if a gather is in flight,
+it waits for it first.
 
 Checked: size, buffer, shard, master, grad and places of some forty sets of parameters on 1 to 4 ranks, scalars and
 empty ones among them, in four dtypes and with wider masters; that parameters see what is written to the buffer;
@@ -33,7 +33,7 @@ You may call:
 
 Check it with: python -m exercises check flat_parameter
 
-Stub e20544ec.
+Stub ff253164.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class FlatParameter:
     updates them, by name. group: rank r has shard r. own_shard: give the shard memory of its own, so that `free` can
     free the buffer's.
 
-    full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the same in the masters'
+    full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the shard in the masters'
     dtype; the shard itself if the dtypes are equal. grad: (size,), this rank's shard of the summed gradient. places:
     for each parameter that overlaps this shard, the slice of the shard that its elements fill, and the index of the
     first of these elements in the flattened parameter.

@@ -27,7 +27,7 @@ def equals_one_process(answer, world, network):
     expect_equals_one_process(answer.ZeroStage1, network.group, world.size)
 
 
-@test(points=3, ranks=(1, 2, 3, 4))
+@test(points=2, ranks=(1, 2, 3, 4))
 def gradients_are_sums_of_own_elements(answer, world, network):
     """After `finish` each master's gradient is the sum over all ranks of its elements; None if unused."""
     mine, one = Replica(answer.ZeroStage1, network.group), Reference(world.size)
@@ -38,6 +38,35 @@ def gradients_are_sums_of_own_elements(answer, world, network):
     mine.zero.clear()
     left = [name for name, master in mine.zero.masters.items() if master.grad is not None]
     expect("the names of the masters with a gradient after clear", left, [])
+
+
+@test(points=1, ranks=(1, 2))
+def reductions_add_up(answer, world, network):
+    """`reduce` takes gradients out of `local` and adds their sum to `grad`, in stage 2 repeatedly; `clear` forgets."""
+    mine = Replica(answer.ZeroStage1, network.group)
+    zero, names = mine.zero, names_by_block(mine.model)[0]
+
+    def add():
+        for name in names:
+            zero.add(name, torch.ones_like(dict(mine.model.named_parameters())[name]))
+
+    def expect_reduced(total, when):
+        missing = [name for name in names if name not in zero.local]
+        expect(f"the names of block 0 that `local` lacks after add, {when}", missing, [])
+        zero.reduce(zero.blocks[0])
+        left = [name for name in names if name in zero.local]
+        expect(f"the names of block 0 that `local` has after reduce, {when}", left, [])
+        got = float(zero.blocks[0].grad[0])
+        expect(f"the first element of block 0's grad after reduce, {when}", got, float(total))
+
+    zero.clear()
+    for number in (1, 2):
+        add()
+        expect_reduced(number * world.size, f"micro-batch {number}")
+    add()
+    zero.clear()  # the step is aborted
+    add()
+    expect_reduced(world.size, "in the step after an aborted one")
 
 
 @test(points=2, ranks=(1, 2))

@@ -73,15 +73,19 @@ def one_reduce_scatter_per_micro_batch(answer, world, network):
 
 
 class Reductions:
-    """Follows which blocks a reducer has reduced, when every gradient that is added consists of ones."""
+    """Follows which blocks a reducer reduces after `clear`, when every gradient that is added consists of ones."""
 
     def __init__(self, zero, network, world):
         self.zero, self.network, self.world = zero, network, world
-        self.launched, self.sums = 0, [0.0] * LAYERS
+        self.launched, self.sums = self.count(), [0.0] * LAYERS
+
+    def count(self) -> int:
+        """Return how many reduce-scatters have been launched."""
+        return sum(record.name == "reduce_scatter" for record in self.network.records)
 
     def expect(self, blocks: list[int], when: str) -> None:
         """Fail unless these blocks have been reduced since the last call."""
-        launched = sum(record.name == "reduce_scatter" for record in self.network.records)
+        launched = self.count()
         wanted = len(blocks) * (self.world.size > 1)
         expect(f"the number of reduce-scatters {when}", launched - self.launched, wanted)
         self.launched = launched
@@ -125,3 +129,8 @@ def reduced_from_the_last_block_on(answer, world, network):
     expect("the first element of each block's summed gradient after the third micro-batch", got, wanted)
     zero.finish()
     expect("the first element of the root's summed gradient", float(zero.root.grad[0]), 2.0 * world.size)
+    for when in ("in an aborted step", "in the step after an aborted one"):
+        zero.clear()
+        reductions = Reductions(zero, network, world)
+        add(blocks[2])
+        reductions.expect([2], f"after the last gradient of block 2, {when}")

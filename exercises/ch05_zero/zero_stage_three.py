@@ -1,14 +1,15 @@
 """ZeRO stage 3: gather parameters before use, free them after.
 
 In stage 3 a rank stores its shard of the parameters only. Extend stage 2: gather the parameters of a block before its
-forward and again before its backward, with the next block's already in flight, and free them after each.
+forward and again before its backward, and free them after each. With prefetch, the next block's gather is in flight
+while a block computes.
 
 parameters, masters, blocks, group: as in stage 1; a key of `blocks` is the module that gets hooks. gather_block(index,
 following) gathers block `index` before it computes and, with prefetch, starts the gather of block `following`, if there
-is one: the next in forward, the one before in backward. `reduce` also frees the block, whose backward is over. The
-trainer calls gather_root before the first micro-batch of a step or an evaluation, which gathers the root until its
-reduction, and free_root after an evaluation, which frees everything. Between steps, and after the constructor, nothing
-has memory but shards; update_parameters of stage 1 then gathers nothing, because shards_parameters is True.
+is one: the next in forward, the one before in backward. `reduce` also frees the block, whose backward is over. Before
+the first micro-batch of a step or an evaluation, the trainer calls gather_root; the root stays gathered until its
+reduction. After an evaluation it calls free_root, which frees all flat parameters. Between steps, and after the
+constructor, only shards have memory; update_parameters of stage 1 gathers nothing, because shards_parameters is True.
 Example: blocks 0, 1 and 2, with prefetch. A block's memory is allocated when its gather starts.
     the forward of block  0 computes: 0 and 1 have memory, 1 in flight   1: 1 and 2    2: 2
     the backward of block 2 computes: 2 and 1 have memory, 1 in flight   1: 1 and 0    0: 0

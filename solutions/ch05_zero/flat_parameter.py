@@ -54,7 +54,7 @@ class FlatParameter:
     updates them, by name. group: rank r has shard r. own_shard: give the shard memory of its own, so that `free` can
     free the buffer's.
 
-    full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the same in the masters'
+    full: (n * size,), the buffer. shard: (size,), this rank's shard of it. master: (size,), the shard in the masters'
     dtype; the shard itself if the dtypes are equal. grad: (size,), this rank's shard of the summed gradient. places:
     for each parameter that overlaps this shard, the slice of the shard that its elements fill, and the index of the
     first of these elements in the flattened parameter.

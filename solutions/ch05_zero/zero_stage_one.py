@@ -20,9 +20,13 @@ Usual wrong answers:
 * gathers all parameters after the update in stage 3, too
 * adds later gradients to the tensor of the first one, which is the caller's
 * each micro-batch replaces the gradients of the one before
+* keeps flat gradients in `local`, by flat parameter: stage 2 looks for the names of parameters there
 * gathers the shards without writing the updated masters to them
 * does not gather the updated shards: right on one rank only
 * reduces after every micro-batch: the right values, for more bytes
+* empties `local` only after all reductions: in stage 2 every later one would add the same gradients again
+* clear keeps the local gradients of a step that was aborted before finish
+* a second reduction of the step, as in stage 2, replaces the sum of the first
 * shards the blocks only: the parameters outside have no masters and are not updated
 * makes a root of no parameters, where all are in blocks
 * every rank updates all elements, and has all optimizer states

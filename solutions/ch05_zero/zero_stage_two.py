@@ -22,6 +22,7 @@ Usual wrong answers:
 * as stage 1: accumulates full gradients over all micro-batches, and reduces once
 * reduces every block once more after backward, with zeros
 * does not reduce a block that has not got all its gradients: right only when every rank uses every parameter
+* clear makes no block pending again that an aborted step has reduced
 * does not reduce the parameters outside all blocks
 * reduces the root after every micro-batch
 * every gradient of a block is zero

@@ -32,6 +32,18 @@ def test_phases_are_bars_at_their_times_with_one_colour_for_each_kind():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
 
 
+def test_a_part_of_the_step_has_one_colour_in_every_figure_and_no_other_kind_has_it():
+    kinds = ("shard", "backward", "forward", "buffer")
+    rows = [{"a": [Phase(kind, at, at + 1) for at, kind in enumerate(order)]} for order in (kinds, kinds[::-1])]
+    colors = []
+    for drawn in rows:
+        plot_phases(drawn)
+        [axes] = plt.gcf().axes
+        colors.append({bar.get_label(): tuple(bar.get_facecolor()[0]) for bar in axes.collections})
+    assert all(len(set(of_figure.values())) == len(kinds) for of_figure in colors)
+    assert all(colors[0][kind] == colors[1][kind] for kind in ("forward", "backward"))
+
+
 def test_outcomes_are_fields_with_one_colour_for_each_outcome():
     rows = {"naive": ["old", "none", "new"], "atomic": ["old", "old", "new"]}
     assert plot_outcomes(rows, ["0 %", "50 %", "100 %"], "killed after") == rows

@@ -13,6 +13,9 @@ from minidist.tools.simulate.failures import LOST, RESTART, SAVING, USEFUL, Phas
 _COLORS = {
     **{USEFUL: "C0", SAVING: "C1", LOST: "C3", RESTART: "0.55"},
     **{COMPUTING: "C0", MESSAGE: "C1", WAITING: "0.85", LINK_BUSY: "0.6"},
+    # The parts of a training step, which have the same colour in every figure.
+    **{"forward": "C2", "backward": "C4", "update": "C5", "all-reduce": "C6", "reduce-scatter": "C8"},
+    **{"all-gather": "C9", "all-gather in flight": "C9", "gathered": "#9edae5"},
 }
 _FURTHER_COLORS = ("C2", "C4", "C5", "C6", "C8", "C9")
 
@@ -84,7 +87,7 @@ def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
 
     occurring = dict.fromkeys(phase.kind for row in rows.values() for phase in row)
     kinds = sorted(occurring, key=lambda kind: [*_COLORS, kind].index(kind))
-    further = iter(_FURTHER_COLORS)
+    further = (color for color in _FURTHER_COLORS if color not in map(_COLORS.get, kinds))
     colors = {kind: _COLORS.get(kind) or next(further) for kind in kinds}
     figure, axes = plt.subplots(figsize=(8, 1 + 0.45 * len(rows)))
     for at, row in enumerate(rows.values()):

@@ -28,6 +28,7 @@ from minidist.errors import RunError, UserError, format_count
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.threads import usable_cores
 from minidist.tools.output_files import write_atomically
+from minidist.tools.standard_streams import drop_failed_writes
 
 DEFAULT_RANKS = 8
 TRAINING_DEADLINE_S = 600.0
@@ -58,6 +59,7 @@ LABELS = {
 }
 
 
+@drop_failed_writes("stdout", "stderr")
 def make_certificate(
     catalogue: Catalogue,
     work: Work,
@@ -69,7 +71,8 @@ def make_certificate(
     """Prove and train with the learner's functions, and write the page `file` and a JSON file beside it.
 
     ranks: of the hybrid layout. deadline_s: of each of the two training runs. Returns whether the certificate is
-    passed. Raises UserError if no function can be used, or for an impossible request; then nothing is written.
+    passed. Printed lines that cannot be written are dropped. Raises UserError if no function can be used, or for an
+    impossible request; then nothing is written.
     """
     options = [*hybrid_options(ranks), *_MODEL, "--train.steps", str(steps)]
     if file.suffix != ".html":

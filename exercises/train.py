@@ -35,13 +35,14 @@ _RESUMED = "--checkpoint.resume auto, in a --folder with a checkpoint"
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
 
-    Raises UserError if the run can use no passed piece, RunError if it fails, calls none of them, or differs from one
-    process.
+    The run does not end if its output cannot be written. Raises UserError if it can use no passed piece, RunError if it
+    fails, calls none of them, or differs from one process.
     """
     from exercises.parity import prove_layout
     from minidist.tools.cli import parse_train_options
     from minidist.tools.launch.start import choose_default_ranks, start
     from minidist.tools.launch.torchrun import is_first_rank, is_under_torchrun, read_world_size
+    from minidist.tools.standard_streams import drop_failed_writes
 
     passed = passed_pieces(catalogue, work, only)
     left_out = {each.name: reason for each in passed if (reason := reason_to_leave_out(each, work))}
@@ -58,12 +59,13 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
         config, _ = parse_train_options(argv, default_options=[*ENGINE, *layout_options(layout, size)])
     pieces = [read_piece(each, work) for each in used]
     expected = layouts[layout] if layout is not None else ()
-    if is_first_rank():
-        how = "that of your options" if layout is None else f"{layout}, {shlex.join(layout_options(layout, size))}"
-        print("\n".join([f"layout: {how}", *_format_choices(used, left_out)]), flush=True)
-    start(config, ranks, train_with_pieces, (pieces, expected))
-    if not is_under_torchrun():
-        print(prove_layout(config, size, pieces), flush=True)
+    with drop_failed_writes("stdout", "stderr"):
+        if is_first_rank():
+            how = "that of your options" if layout is None else f"{layout}, {shlex.join(layout_options(layout, size))}"
+            print("\n".join([f"layout: {how}", *_format_choices(used, left_out)]), flush=True)
+        start(config, ranks, train_with_pieces, (pieces, expected))
+        if not is_under_torchrun():
+            print(prove_layout(config, size, pieces), flush=True)
 
 
 def reason_to_leave_out(exercise: Exercise, work: Work) -> str:

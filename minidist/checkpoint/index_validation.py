@@ -89,7 +89,9 @@ def is_count(value: Any) -> bool:
 
 
 def _check_tensor(name: str, tensor: SavedTensor) -> None:
-    """Raise ValueError unless dtype, shape and parts of a tensor are valid and cover each element once."""
+    """Raise ValueError unless name, dtype, shape and parts of a tensor are valid and cover each element once."""
+    if not name.isprintable():  # messages print names, and a terminal would obey a control character
+        raise ValueError(f"{_shorten(name)} is no name of a tensor: not all of its characters can be printed")
     if tensor.dtype_name not in DTYPES:
         raise ValueError(f"{_shorten(name)} has the unknown dtype {_shorten(tensor.dtype_name)}")
     if len(tensor.shape) > _MAX_DIMENSIONS or not all(map(is_count, tensor.shape)):

@@ -68,6 +68,13 @@ def set_box(start, stop):
     return set_at([1, start, stop], *PART)
 
 
+def rename_tensor_to(name):
+    def change(body):
+        body["tensors"][name] = body["tensors"].pop("params/w")
+
+    return change
+
+
 EDITS = {
     "a file name that leads out": (rename_file("../outside.safetensors"), "no name of a file in this folder"),
     "a file below": (rename_file("below/outside.safetensors"), "no name of a file in this folder"),
@@ -108,6 +115,11 @@ EDITS = {
     "overlapping ranges": (set_at(5, *PART, 1), "params/w is written twice"),
     "a gap between ranges": (set_at(7, *PART, 1), "11 of 12 elements are written"),
     "a part of four": (set_at([1, 6, 12, 0], *PART), "not the index of a checkpoint"),
+    "a name that clears the terminal": (
+        rename_tensor_to("params/\x1b[2J"),
+        r"'params/\\x1b\[2J' is no name of a tensor",
+    ),
+    "a name with a zero": (rename_tensor_to("params/w\0"), r"'params/w\\x00' is no name of a tensor"),
     "a million dimensions": (set_at([1] * 10**5, *W, "shape"), "has the shape"),
     "an unknown dtype": (set_at("float31", *W, "dtype"), "unknown dtype 'float31'"),
     "a dtype that is a list": (set_at([], *W, "dtype"), "not the index of a checkpoint"),

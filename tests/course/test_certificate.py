@@ -6,6 +6,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import types
 from pathlib import Path
@@ -177,6 +178,19 @@ def test_a_function_that_is_wrong_in_one_layout_is_shown_as_different(tmp_path, 
     assert ">passed<" not in page.read_text()
     printed = capsys.readouterr().out
     assert "DIFFERS: step 0 grad" in printed and "\nnot passed:\nring " in printed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full, which Linux has")
+def test_output_that_cannot_be_written_does_not_end_a_certificate(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RunError("the proofs begin")
+
+    work = solve(tmp_path / "work", "token_count")
+    monkeypatch.setattr(certificate, "_prove", fail)
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(RunError, match="the proofs begin"):
+            certificate.make_certificate(CATALOGUE, work, 2, tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(

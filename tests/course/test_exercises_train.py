@@ -86,6 +86,18 @@ def test_the_learners_pieces_train_the_model_and_are_counted(work):
     assert verdict.startswith("equal to one process: dp=2 bucketed") and "uneven-shares" in verdict
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full, which Linux has")
+def test_a_run_does_not_end_because_its_output_cannot_be_written(work, monkeypatch):
+    ran = []
+    monkeypatch.setattr("minidist.tools.launch.start.start", lambda *_: ran.append("training"))
+    monkeypatch.setattr("exercises.parity.prove_layout", lambda *_: ran.append("proof") or "equal")
+    mine = Work(work("block_partition"))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        train.train(CATALOGUE, mine, [], ["--ranks", "2"])
+    assert ran == ["training", "proof"]
+
+
 def test_an_edit_of_the_learner_changes_the_training(ranks, tmp_path):
     found = []
     half = piece(COUNT, "return count.item()", "return 2 * count.item()")

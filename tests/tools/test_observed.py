@@ -1,11 +1,13 @@
 """The order of events and the memory that an exercise's tests observe."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from exercises.network import Network
-from exercises.observations import DeviceMoveTracker, LiveTensorMemory, PeakMemory, expect_order, timeline
+from exercises.observations import DeviceMoveTracker, LiveTensorMemory, PeakMemory, PythonMemory, expect_order, timeline
 from exercises.testing import Wrong
 from minidist.comm import Meter, all_reduce
 from minidist.comm.status import OperationTracker
@@ -122,6 +124,19 @@ def test_held_counts_live_tensors_made_inside_the_context():
         del copy
         row.untyped_storage().resize_(0)
         assert memory.nbytes() == 0 and len(views) == 2
+
+
+def test_python_memory_counts_objects_and_not_the_modules_that_a_call_imports(tmp_path, monkeypatch):
+    """A first step imports parts of torch, unless another exercise did so before: no verdict may depend on that."""
+    (tmp_path / "imported_late.py").write_text("CODE = bytes(2_000_000)\nTABLE = [bytes(1000) for _ in range(500)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with PythonMemory() as memory:
+        kept = [bytes(1_000_000)]
+        assert 0 <= memory.nbytes() - 1_000_000 < 50_000
+        kept.append(importlib.import_module("imported_late"))
+        assert 0 <= memory.nbytes() - 1_000_000 < 50_000
+        del kept[0]
+        assert memory.nbytes() < 50_000
 
 
 class SlowGroup(dist.ProcessGroup):

@@ -9,7 +9,8 @@ limit; overflowed is a list of floats. state_dict() returns {"scale": float, "go
 floats}, where good_steps is the number of good steps counted so far towards the next doubling.
 Example: with initial_scale=1024 and growth_interval=2, the scales after the steps good, good, overflow, good, good are
     1024, 2048, 1024, 1024, 2048
-After the overflow, overflowed is [2048.0] until the next good step, and then [].
+After the overflow, overflowed is [2048.0] until the next good step, and then []. With max_overflows=1
+overflows_persist is True for just as long: it says whether the latest max_overflows steps all overflowed.
 
 Checked: the scales of many sequences of steps against torch's own rule, up to 2**127 and below 1; `overflowed` and
 `overflows_persist` with several limits; that a scaler that has loaded a state from JSON continues exactly as the one

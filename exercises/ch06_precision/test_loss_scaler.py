@@ -74,7 +74,7 @@ def stays_in_float32_range(answer):
 
 @test(points=2)
 def counts_consecutive_overflows(answer):
-    """`overflowed` holds the scales since the last good step; `overflows_persist` once they are `max_overflows`."""
+    """`overflowed` has the scales since the last good step; `overflows_persist` if there are `max_overflows`."""
     for most in (1, 3):
         scaler = answer.LossScaler(PrecisionConfig(max_overflows=most))
         for _ in range(2):

@@ -132,10 +132,14 @@ def update_stored_displays(catalogue: Catalogue) -> list[Path]:
 
 
 def _as_markdown(lines: list[str]) -> str:
-    """Return the lines of a task with a blank line before indented ones, which markdown would join to the paragraph."""
+    """Return a task's lines as markdown: a blank line before indented ones, and no asterisk of `2**16` as bold type."""
     result = []
     for line in lines:
-        if line.startswith("    ") and result and result[-1] and not result[-1].startswith("    "):
-            result.append("")
+        if line.startswith("    "):
+            if result and result[-1] and not result[-1].startswith("    "):
+                result.append("")
+        else:
+            parts = line.split("`")  # the odd ones are code, where markdown keeps asterisks
+            line = "`".join(part if i % 2 else part.replace("**", r"\*\*") for i, part in enumerate(parts))
         result.append(line)
     return "\n".join(result)

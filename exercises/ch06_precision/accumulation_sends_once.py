@@ -23,7 +23,7 @@ Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Check it with: python -m exercises check accumulation_sends_once
 
-Stub ad9ea555.
+Stub ba58cfd6.
 """
 
 import os
@@ -38,8 +38,8 @@ def main(model, steps, update):
 
     model: (tokens, inputs) -> (tokens, outputs), in bfloat16; equal on all ranks. The loss of a token is the sum of its
     squared errors. steps: for each step this rank's micro-batches, equally many on all ranks: (inputs, targets), with
-    one token per row. update: called once per step with the gradients, in the order of the parameters, in float32 and
-    equal on all ranks; it changes the parameters.
+    one token per row, in bfloat16 and float32. update: called once per step with the gradients, in the order of the
+    parameters, in float32 and equal on all ranks; it changes the parameters.
     """
     dist.init_process_group("gloo")
     # Compute the gradients of each step, and call `update` with them.

@@ -1,7 +1,7 @@
 """Master weights that keep small updates.
 
 A 16-bit weight loses every update that is smaller than half the distance to the next number. Write the function that
-narrows a model and keeps fp32 copies, which the optimizer updates, and the one that brings their new values back.
+converts a model and keeps fp32 copies, which the optimizer updates, and the one that copies their new values back.
 
 make_masters(model, dtype): every parameter of the model gets `dtype`, and stays the same Parameter. The result has a
 master of each parameter that requires a gradient, by name. With a 16-bit dtype it is an fp32 copy of the value before
@@ -15,7 +15,8 @@ Example: bf16 has 1.0 and 1.0078125, and nothing between. With model.weight = [1
 
 Checked: dtypes, shapes and values of masters and parameters, for models in float32, float64 and bf16; frozen and tied
 parameters; buffers unchanged; that masters share no memory with 16-bit parameters; parameters over 200 updates by SGD
-against float64; that a view of a parameter sees the copied values; and memory: 6 bytes per element afterwards.
+against float64; that a view of a parameter sees the copied values; and memory: 6 bytes per element after
+make_masters, and at most 4 more, of one parameter at a time, in copy_to_parameters.
 
 You may call:
     named_parameters(model)   {name: Parameter} in the order of the model; a tied parameter once, under its first name
@@ -23,7 +24,7 @@ You may call:
     Tensor.detach(), Tensor.clone(), Tensor.to(dtype, copy=False)   copy=True: a new tensor also if the dtype is equal
     Tensor.copy_(tensor)   overwrites the values in place, and rounds to nearest where this tensor's dtype is narrower
     torch.no_grad()   as a context: inside, tensors that require gradients may be overwritten
-    torch.promote_types(a, b)   the dtype that has the numbers of both: float32 of bfloat16 and float32
+    torch.promote_types(a, b)   the narrowest dtype with the numbers of both: float32 for bfloat16 and float32
 
 Check it with: python -m exercises check master_weights
 

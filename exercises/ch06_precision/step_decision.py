@@ -3,11 +3,11 @@
 After backward each rank knows its own part of the loss and of the gradient norm, and sees overflows in its own
 gradients only. Write the decision that ends an fp16 step: after one all-reduce every rank knows whether all update.
 
-The global loss and the squared norm are the sums of the ranks' parts; an overflow makes one part infinite or NaN.
-num_tokens is equal on all ranks, and so is scaler, which is None if the loss is not scaled. The result is a Decision,
-equal on all ranks. Without tokens its loss is None and nothing is updated; its norm is NaN unless loss and norm are
-finite. The scaler learns of each step with tokens whether it overflowed, but not of one whose loss is not finite: a
-smaller scale would not help, and such a step counts as no overflow.
+The global loss and the squared norm are the sums of the ranks' parts; an overflow makes a part of the squared norm
+infinite or NaN. num_tokens and scaler are equal on all ranks. scaler is None if the loss is not scaled; then no step
+counts as an overflow. The result is a Decision, equal on all ranks. grad_norm is NaN unless both sums are finite.
+Without tokens loss is None and no rank updates. The scaler learns of each step with tokens and a finite loss whether
+it overflowed. If the loss is not finite, a smaller scale would not help: that step counts as no overflow, either.
 Example: 2 ranks with the losses 1.5 and 0.75, the squared norms 9.0 and 16.0, 8 tokens, and the scale 64
     Decision(loss=2.25, num_tokens=8.0, grad_norm=5.0, update_successful=True, is_finite=True, overflowed=False,
              stop_requested=False)
@@ -16,7 +16,7 @@ Example: 2 ranks with the losses 1.5 and 0.75, the squared norms 9.0 and 16.0, 8
 
 Checked: every field on 1 to 4 ranks, for infinity and NaN of each rank in turn, norms of 1e140, parts that float32
 rounds, requests to stop, steps with 0 and 0.5 tokens, with and without scaler; each scaler's scale and its good steps;
-one all-reduce of at most four float64 numbers per step; that the scaler has not changed if it fails; and masters,
+one all-reduce of at most four float64 numbers per step, and an unchanged scaler if it fails; and masters,
 parameters and momenta over nine steps of a training loop that follows your decision, equal bit for bit after a skip.
 
 You may call:

@@ -94,7 +94,7 @@ def trained(answer, world, run, steps):
         for number, gradient in enumerate(given):
             if not isinstance(gradient, torch.Tensor) or gradient.dtype != torch.float32:
                 got = str(getattr(gradient, "dtype", type(gradient).__name__))
-                raise Wrong("type", f"the format of gradient {number} that update was given", "torch.float32", got)
+                raise Wrong("type", f"the dtype of gradient {number} that update was given", "torch.float32", got)
         note("update")
         gradients.append([gradient.tolist() for gradient in given])
         if len(gradients) > len(left):
@@ -122,6 +122,11 @@ def equals_one_process(answer, world, run):
     step = uneven(world.size, seed=1)
     got = trained(answer, world, run, [step]).gradients[0]
     expect("the gradients of a step", got, one_process(0, step), case=told(step, world))
+    w1, w2 = parameters(0)
+    near = [[Batch(x, torch.relu(x @ w1.T) @ w2.T + t * 2.0**-10) for x, t in row] for row in step]
+    got = trained(answer, world, run, [near]).gradients[0]
+    case = "outputs and targets are nearly equal, so that only float32 has their difference"
+    expect("the gradients of a step", got, one_process(0, near), case=case)
 
 
 @test(points=3, ranks=(1, 2))

@@ -74,21 +74,21 @@ def stays_in_float32_range(answer):
 
 @test(points=2)
 def counts_consecutive_overflows(answer):
-    """`overflowed` holds the scales skipped since the last successful step; enough of them exhaust the scaler."""
+    """`overflowed` has the scales since the last good step; `overflows_persist` if there are `max_overflows`."""
     for most in (1, 3):
         scaler = answer.LossScaler(PrecisionConfig(max_overflows=most))
         for _ in range(2):
             wanted = []
             for count in range(most + 2):
-                expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
-                what = f"exhausted after {count} consecutive overflows, with max_overflows {most}"
+                expect("`overflowed`, the scales of the consecutive steps that overflowed", scaler.overflowed, wanted)
+                what = f"`overflows_persist` after {count} consecutive overflows, with max_overflows {most}"
                 expect(what, scaler.overflows_persist, count >= most)
                 wanted = [*wanted, scaler.scale]
                 scaler.update(OVERFLOW)
-            expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
+            expect("`overflowed`, the scales of the consecutive steps that overflowed", scaler.overflowed, wanted)
             scaler.update(GOOD)
-            expect("the scales of the steps skipped since the last good one", scaler.overflowed, [])
-            expect("exhausted after a good step", scaler.overflows_persist, False)
+            expect("`overflowed` after a good step", scaler.overflowed, [])
+            expect("`overflows_persist` after a good step", scaler.overflows_persist, False)
 
 
 @test(points=2)

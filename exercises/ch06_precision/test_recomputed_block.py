@@ -146,7 +146,7 @@ def saves_only_the_input(answer):
             y = run(y)
         y.sum().backward()
     got = memory.peak_bytes / block
-    what = f"memory at the worst moment: at most 7 times the largest tensor of a block, not {got:.1f} times"
+    what = f"peak memory: at most 7 times the largest tensor of a block, not {got:.1f} times"
     expect(what, got <= 7, True, case=f"{blocks} blocks, each of which makes 3 such tensors")
 
 

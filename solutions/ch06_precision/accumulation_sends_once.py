@@ -18,6 +18,7 @@ Usual wrong answers:
 * does not destroy the process group
 * only the last micro-batch of each rank counts
 * the sums of the previous step are not reset
+* rounds the targets to bfloat16, and computes the errors in it
 * the mean of each micro-batch, averaged over micro-batches and ranks
 * only rank 0 has the sum over ranks
 * keeps the losses of all micro-batches for one backward at the end
@@ -45,8 +46,8 @@ def main(model, steps, update):
 
     model: (tokens, inputs) -> (tokens, outputs), in bfloat16; equal on all ranks. The loss of a token is the sum of its
     squared errors. steps: for each step this rank's micro-batches, equally many on all ranks: (inputs, targets), with
-    one token per row. update: called once per step with the gradients, in the order of the parameters, in float32 and
-    equal on all ranks; it changes the parameters.
+    one token per row, in bfloat16 and float32. update: called once per step with the gradients, in the order of the
+    parameters, in float32 and equal on all ranks; it changes the parameters.
     """
     dist.init_process_group("gloo")
     parameters = list(model.parameters())

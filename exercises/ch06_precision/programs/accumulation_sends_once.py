@@ -32,8 +32,8 @@ def main(model, steps, update):
 
     model: (tokens, inputs) -> (tokens, outputs), in bfloat16; equal on all ranks. The loss of a token is the sum of its
     squared errors. steps: for each step this rank's micro-batches, equally many on all ranks: (inputs, targets), with
-    one token per row. update: called once per step with the gradients, in the order of the parameters, in float32 and
-    equal on all ranks; it changes the parameters.
+    one token per row, in bfloat16 and float32. update: called once per step with the gradients, in the order of the
+    parameters, in float32 and equal on all ranks; it changes the parameters.
     """
     dist.init_process_group("gloo")
     parameters = list(model.parameters())

@@ -1,6 +1,6 @@
 """This program trains in bfloat16, in micro-batches of one sample. Its loss falls, but its results are wrong. Somebody
 has compared the parameters after one epoch of 1,024 samples with those of a program that does the same in float32
-throughout. Length of the movement of all parameters, relative to float32:
+throughout. Movement: norm of the change of all parameters, relative to float32:
 
     batch size   processes   learning rate   movement
             16           1            0.01       1.00

@@ -44,8 +44,8 @@ class Run:
 def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -> Finding | None:
     """Run the tests on `size` fresh ranks; return the first finding, None if all tests pass.
 
-    hang_s: ranks that compute for this long without progress are reported as hanging. Processor time is counted, so
-    that a busy machine does not change the verdict.
+    hang_s: ranks that compute for this long without progress are reported as hanging. Processor time is counted, and
+    the time in which a rank waits for a processor is not, so that a busy machine does not change the verdict.
     """
     from exercises.rank_tests import run_tests
     from minidist.tools.launch import RankFailure
@@ -73,7 +73,7 @@ def run_and_diagnose(run: Run, size: int, server: "RankServer", hang_s: float) -
 
 def _watch_job(job, run: Run, size: int, hang_s: float) -> Finding | None:
     """Wait for the end of the job; end it, with a finding, if it prints without end or makes no more progress."""
-    seen, since_s, used_s = None, time.monotonic(), [0.0] * size
+    seen, since_s, used_s, queued_before_s = None, time.monotonic(), [0.0] * size, [0.0] * size
     calls, printed_before = {}, {}  # by rank: the running call, and the length of the output before it
     while not job.poll(_POLL_S):
         printed = [len(job.output(rank)) for rank in range(size)]
@@ -85,10 +85,12 @@ def _watch_job(job, run: Run, size: int, hang_s: float) -> Finding | None:
         talks = endless.index(True) if any(endless) else None
         grown = [_read_peak_bytes(pid) // _MEMORY_STEP_BYTES for pid in job.pids]
         now, processor_s = (notes, job.status_snapshots(), printed, grown), list(map(_read_processor_s, job.pids))
+        queued_s = list(map(_read_queued_s, job.pids))
         if now != seen or not any(test for test, _ in notes):
-            seen, since_s, used_s = now, time.monotonic(), processor_s
+            seen, since_s, used_s, queued_before_s = now, time.monotonic(), processor_s, queued_s
         busy_s = max(after - before for before, after in zip(used_s, processor_s, strict=True))
-        if talks is None and busy_s < hang_s and time.monotonic() - since_s < _ASLEEP * hang_s:
+        starved_s = max(after - before for before, after in zip(queued_before_s, queued_s, strict=True))
+        if talks is None and busy_s < hang_s and time.monotonic() - since_s - starved_s < _ASLEEP * hang_s:
             continue
         stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _find_answer_frame(stack, run)}
         job.kill()
@@ -194,3 +196,11 @@ def _read_processor_s(pid: int) -> float:
     except OSError:
         return 0.0 if _PROC.exists() else time.monotonic()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # in user and in kernel mode
+
+
+def _read_queued_s(pid: int) -> float:
+    """Return how long a process's main thread was ready to run but had no processor, in seconds; 0 if unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

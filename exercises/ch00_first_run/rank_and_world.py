@@ -6,8 +6,10 @@ and refuse values that contradict each other before the first connection, where 
 environ: the environment variables, texts by name. Returns a RankEnvironment(rank, size, local_rank, local_size,
 node_rank) of integers, from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK. LOCAL_RANK,
 LOCAL_WORLD_SIZE and GROUP_RANK may be missing: then all ranks are on one machine, and the node rank is 0.
-Example: {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"} gives
-    RankEnvironment(5, 8, 1, 4, 1); {"RANK": "1", "WORLD_SIZE": "2"} gives RankEnvironment(1, 2, 1, 2, 0).
+Examples:
+    {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+        gives RankEnvironment(5, 8, 1, 4, 1)
+    {"RANK": "1", "WORLD_SIZE": "2"} gives RankEnvironment(1, 2, 1, 2, 0)
 
 Checked: the numbers of all ranks on one machine and on several, with as many or fewer ranks on each; and that
 UserError is raised, with the variable in the message, if RANK or WORLD_SIZE is missing, a value is not a whole

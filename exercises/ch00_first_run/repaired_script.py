@@ -3,8 +3,8 @@
 This is the training script that everyone copies, and it has six faults. Repair it, so that torchrun runs it on any
 number of ranks, with or without GPUs, and every rank returns the model that a single process would have trained:
 
-* Every process joins with the rank that torchrun assigned to it (RANK, LOCAL_RANK and WORLD_SIZE in os.environ), and
-  destroys the process group at the end of training.
+* Every process joins with the rank that torchrun assigned to it (RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in
+  os.environ), and destroys the process group at the end of training.
 * Each rank computes on its own GPU with nccl if the machine has a GPU per rank, otherwise on the CPU with gloo.
 * The script takes one step per batch of batch_size samples, in the order of `data`; the last batch may be smaller. The
   ranks shard each batch: per epoch each sample is read once in total, also if a rank's shard of a batch is empty.

@@ -11,8 +11,9 @@ NaiveReducer(parameters, masters, group, num_micro_batches): the masters are wha
 names: in this chapter the parameters themselves, from chapter 06 on wider copies, so sums have the masters' dtype. A
 step calls clear(), then add() 0 or more times per parameter, then finish(). After it, masters[name].grad is the sum
 over micro-batches and ranks, not the mean; it is None for a parameter that no rank used. Later reducers inherit from
-this class and replace allocate_sums() and reduce_sums(), so add() adds to self.sums[name] in place, clear() keeps these
-tensors, and finish() leaves the sums over the ranks to self.reduce_sums(). __init__ and the last four methods stay.
+this class and replace allocate_sums() and reduce_sums(), so add() adds to self.sums[name] in place, clear() zeroes
+these tensors in place and sets each master's `.grad` to None, and finish() leaves the sums over the ranks to
+self.reduce_sums(). __init__ and the last four methods stay.
 Example with 2 ranks:
     rank 0   add("w", tensor([1., 2.])), add("w", tensor([10., 20.]))
     rank 1   add("w", tensor([5., 5.])), add("b", tensor([3.]))

@@ -2,16 +2,16 @@
 
 This program runs and its loss falls on every rank, but its results are wrong. Somebody has compared the parameters
 after training with those of one process that reads the same batches: the largest difference of an element between two
-ranks, and between rank 0 and the one process. In the lines "each sample once per rank", every sample was repeated so
-that all ranks train on the same ones.
+ranks, and between rank 0 and the one process. In the last line every sample was repeated, so that all ranks train on
+the same ones.
 
-    processes   samples                    epochs   between two ranks   rank 0 and one process   loss of rank 0
-            1   as given                       10                   -                       0             0.202
-            2   as given                        1               0.011                   0.064             0.317
-            2   as given                       10               0.015                   0.191             0.199
-            2   as given                       50               0.014                   0.724             0.035
-            4   as given                       10               0.017                   0.185             0.044
-            2   each sample once per rank      10                   0                       0             0.202
+    ranks   samples    epochs   between two ranks   rank 0 and one process   loss of rank 0
+        1   as given       10                   -                        0            0.202
+        2   as given        1               0.011                    0.064            0.317
+        2   as given       10               0.015                    0.191            0.199
+        2   as given       50               0.014                    0.724            0.035
+        4   as given       10               0.017                    0.185            0.044
+        2   repeated       10                   0                        0            0.202
 
 Before training the parameters are equal on all ranks. The numbers are the same in every run.
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE

@@ -6,7 +6,7 @@ have a label. Write the function that returns the denominator, which every rank 
 num_tokens: one integer per micro-batch of this rank; n_i is their sum. weight: w_i, the weight of this rank's data, a
 number from 0 on. group: the ranks that process different tokens. Returns a float, equal on all ranks of the group.
 Example: rank 0 has micro-batches with 3 and 1 tokens and weight 1, rank 1 has one with 2 tokens and weight 2. The
-    count is 1 * 4 + 2 * 2 = 8.0 on both. If rank 1's loss sum is 6, its part of the loss is 2 * 6 / 8 = 1.5.
+count is 1 * 4 + 2 * 2 = 8.0 on both. If rank 1's loss sum is 6, its part of the loss is 2 * 6 / 8 = 1.5.
 
 Checked: loss and gradients of one process, if each rank divides its loss sums by your count: with unequal numbers of
 tokens, with weights, with ranks without micro-batches or of weight 0; 0.0 if no token counts at all; counts above

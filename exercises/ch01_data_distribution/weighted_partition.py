@@ -8,7 +8,7 @@ each, to the ranks with the largest fractional parts; ties go to the lower rank.
 0. apportion returns a list of integers whose sum is n; weighted_partition an int64 array, (size,), of consecutive
 indices. Blocks follow each other in the order of ranks.
 Example: 10 samples with weights [2, 1, 1] have the exact shares 5, 2.5 and 2.5, so the sizes are [5, 3, 2], and rank
-    1 has [5, 6, 7].
+1 has [5, 6, 7].
 
 Checked: exact shares, leftovers and ties; that sizes sum to n and are within one of the exact share; weights that are
 not integers; sizes that a float cannot represent, such as 3 * 10**17 + 45; ValueError for arguments that make no

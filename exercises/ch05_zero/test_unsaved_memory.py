@@ -74,7 +74,6 @@ def one_process():
 
 def kept_bytes(answer, world, run):
     """Return the bytes allocated since the call of main, by tensors and by Python, when the second step begins."""
-    trained(answer, world, run)  # loads the modules that torch imports in the first step, which are not counted then
     model, seen = model_of(LARGE, world.rank), []
     with PythonMemory() as python, LiveTensorMemory() as tensors:
         watch = model.register_forward_pre_hook(lambda *_: seen.append(tensors.nbytes() + python.nbytes()))

@@ -10,7 +10,8 @@ named like step-00000100 counts as a checkpoint. Result: the Path of the folder,
 Example: on 2 ranks that hold the rows 0 to 2 and 3 to 5 of "params/w", a tensor of shape (6, 4),
     save(root, 7, shards, {"step": 7}, group)   returns root / "step-00000007" on both
 This folder holds rank-00000.safetensors, with the key "params/w[0:3,0:4]" and 12 numbers, rank-00001.safetensors, with
-"params/w[3:6,0:4]" and 12 numbers, and checkpoint.json. While it is written it is called step-00000007.partial.
+"params/w[3:6,0:4]" and 12 numbers, and checkpoint.json (INDEX). While it is written it is called step-00000007.partial.
+The number of a file is group.rank, the rank's index in the group. A rank with nothing to save writes a file, too.
 
 Checked: the files on 1 to 4 ranks, also in a group of some of the ranks, and with a rank that has nothing to save; that
 folders are made before files are written into them, by one rank; a simulated crash before and after each change of the

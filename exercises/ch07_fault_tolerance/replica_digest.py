@@ -14,9 +14,9 @@ With a bias on the ranks (0, 1) only, it is {"bias": [0, 1]}: nobody knows which
 
 Checked: the digest of every dtype, also of transposed tensors; the result on 1 to 4 ranks, for each rank and tensor in
 turn, for tensors that differ in one bit only, in their order, or in the sign of a zero; without a majority; for sets
-of replicas, of which several may have tensors of one name, a rank without its tensor, and a group of some of the ranks;
-that no tensor changes; and that the bytes sent do not depend on the sizes of the tensors, nor the number of collectives
-on their number.
+of replicas, of which several may have tensors of one name, as (0, 2) and (1, 3); a rank that lacks a tensor of which it
+should have a replica, and so differs; a group of some of the ranks; that no tensor changes; and that the bytes sent do
+not depend on the sizes of the tensors, nor the number of collectives on their number.
 
 You may call:
     all_gather_object(value, group) -> list   the values of all ranks, in the order of group.ranks, their global ranks

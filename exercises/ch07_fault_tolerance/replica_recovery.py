@@ -22,12 +22,13 @@ joins, compared with an uninterrupted run.
 
 You may call:
     collect_state_metadata(trainer) -> {"json": JSON state, with "step", "tensors": {name: {"shape": shape}}}
-    shard_replicas(trainer) -> {name: global ranks}   with the same shard of a parameter and its states, or of a buffer
+    shard_replicas(trainer) -> {NAME: global ranks}   with the same shard of a parameter and its states, or of a buffer
     require_replicas(trainer, healthy)   collective; RunError on all ranks if a shard of any rank has no healthy replica
-    load_json_state(trainer, state), create_optimizer_states(trainer.engine, tensors)   of this rank's part, as zeros
+    load_json_state(trainer, state)
+    create_optimizer_states(trainer.engine, tensors)   this rank's, as zeros; tensors: of all healthy ranks' metadata
     state_shards(trainer.engine) -> list   of Shards with name ("optimizer.exp_avg/NAME"), box, tensor: the very memory
     trainer.engine.control   the group of all ranks; group.ranks, its global ranks; trainer.world.rank, this one
-    all_gather_object(value, group); send(tensor, to, group), recv(tensor, source, group)   indices of ranks
+    all_gather_object(value, group); send(tensor, dst, group), recv(tensor, src, group)   dst, src: index in group.ranks
     trainer.engine.reducer.update_parameters()   collective: copies the masters to the model's parameters
 
 Check it with: python -m exercises check replica_recovery

@@ -14,8 +14,9 @@ of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
 Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
 sizes that do not divide; that the given memory is filled, of parameters and of views, too; that a rank reads only files
 with a box that overlaps one of its shards, and each once; and damaged files, missing elements and wrong shapes and
-dtypes. With these all ranks must raise, DamagedError for damage and missing elements, UserError for what does not fit,
-with a message that names the tensor or the file, and no element of any tensor on any rank may change.
+dtypes. With these all ranks must raise, DamagedError for damage and missing elements, UserError for a wrong shape or
+dtype and for a name that the checkpoint does not have, with a message that names the tensor or the file, and no element
+of any tensor on any rank may change.
 
 You may call:
     read_index(folder) -> dict; read_tensors(file: Path, checksum) -> {key: tensor}   DamagedError if damaged

@@ -3,13 +3,14 @@
 A resumed run must take the same steps as a run that was never interrupted, bit by bit. Collect everything that decides
 the next step, as shards of tensors and as a JSON object, and continue from the newest checkpoint that is intact.
 
-engine: of a trainer. engine.reducer.masters is {name: tensor}, what the optimizer updates on this rank: its shard of
-each parameter. engine.parallel.master_specs and .specs are {name: ParamSpec}, of the masters, and of all parameters and
-buffers. engine.optimizer.state[master] is {key: tensor}, empty before the first step; engine.model has the parameters,
-of which some may be frozen, and the buffers; this rank's number is engine.groups.world.rank; engine.merger is None,
-unless replicas train separately. trainer: has an engine, and what `json_state` needs: progress (`Progress`), mesh,
-config, config_text and corpus. engine.scaler, None without loss scaling, has
-state_dict() and load_state_dict(state). paths: folders of checkpoints, newest first.
+trainer: has an engine, and what `json_state` needs: progress (`Progress`), mesh, config, config_text and corpus.
+paths: folders of checkpoints, newest first. An engine has:
+    reducer.masters: {name: tensor}, what the optimizer updates on this rank: its shard of each trained parameter
+    optimizer.state[master]: {key: tensor} of one master, empty before the first step
+    model: with all parameters, of which some may be frozen (requires_grad is False), and all buffers
+    parallel.master_specs, parallel.specs: {name: ParamSpec}, of the masters, and of all parameters and buffers
+    scaler: None without loss scaling; has state_dict() and load_state_dict(state)
+    groups.world.rank: this rank's number; merger: None, unless replicas train separately (chapter 04)
 
 Example: one rank, a parameter "w" of shape (3,) and AdamW. After 5 steps of 4 samples state_shards has params/w,
 optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, and json_state is

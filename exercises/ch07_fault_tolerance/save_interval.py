@@ -2,7 +2,8 @@
 
 A save stalls training; a failure loses all work since the last save. Write the expected time of an interval of work,
 and search for the interval with the least expected time per second of work. All arguments and results are numbers, in
-seconds; the docstrings define them.
+seconds: mtbf_s is M of section 7.4, save_s is D, restart_s is R.
+The docstrings define them, and a comment in the stub gives Daly's formula.
 
 Example: with mtbf_s=10,800 (Llama 3: a failure every three hours), save_s=30 and restart_s=60,
     expected_time_s(800.0, 10800.0, 30.0, 60.0)   is 867.5: 800 of work, 30 of the save, 37.5 lost to failures

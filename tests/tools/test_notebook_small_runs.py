@@ -1,6 +1,5 @@
-"""The runs of chapter 07: a process dies where it is told to, and phases are recorded, cut and joined."""
+"""The runs of chapter 07: a process dies where it is told to, and phases are joined."""
 
-import math
 import multiprocessing
 import signal
 
@@ -77,20 +76,7 @@ def test_a_save_dies_at_its_moment(tmp_path, moment, size):
     assert (run / name).stat().st_size == size
 
 
-def test_a_phase_is_recorded_although_it_fails(tmp_path):
-    file = tmp_path / "phases"
-    with small_runs.record_phase(file, "step"):
-        pass
-    with pytest.raises(KeyError), small_runs.record_phase(file, "step"):
-        raise KeyError
-    [whole, short] = small_runs.read_phases(file, 0.0)
-    assert (whole.kind, short.kind) == ("step", "step, cut short") and whole.start <= whole.stop <= short.start
-    assert small_runs.read_phases(file, short.stop + 1) == []
-
-
-def test_phases_are_cut_and_joined():
+def test_phases_are_joined():
     phases = [Phase("step", 0, 2), Phase("save", 2, 2.1), Phase("step", 2.1, 5), Phase("lost", 5, 6)]
-    assert small_runs.cut_phases(phases, 1, 2.1) == [Phase("step", 0, 1), Phase("save", 1, pytest.approx(1.1))]
-    assert small_runs.cut_phases(phases, 5.5, math.inf) == [Phase("lost", 0, 0.5)]
     assert small_runs.join_phases(phases) == phases
     assert small_runs.join_phases(phases, at_least=0.5) == [Phase("step", 0, 5), Phase("lost", 5, 6)]

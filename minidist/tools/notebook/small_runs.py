@@ -3,22 +3,19 @@
 Every function takes the folder of the runs, which has the text in the file `text`.
 """
 
-import json
-import math
 import multiprocessing
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from minidist.comm import World
-from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig, ZeroConfig
+from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.simple.trainer import Trainer
@@ -34,12 +31,10 @@ def write_text(folder: Path) -> None:
     (folder / "text").write_bytes(generate_text(9_000).tobytes())
 
 
-def make_trainer(
-    folder: Path, world: World, run: str = "never saved", save_every: int = 0, zero_stage: int = 0
-) -> Trainer:
+def make_trainer(folder: Path, world: World, run: str = "never saved", save_every: int = 0) -> Trainer:
     """Return this rank's trainer of the run in `folder / run`, resumed from its newest checkpoint if it has one.
 
-    save_every: steps between two saves of `Trainer.run`; 0 for never. zero_stage: of ZeRO (chapter 05).
+    save_every: steps between two saves of `Trainer.run`; 0 for never.
     """
     torch.set_num_threads(1)  # the model is too small for more threads
     config = Config(
@@ -47,7 +42,6 @@ def make_trainer(
         data=DataConfig(path=folder / "text", seq_len=32),
         optim=OptimConfig(lr=3e-3, warmup_steps=10, schedule="constant"),
         train=TrainConfig(steps=40, global_batch=12, eval_every=0, eval_samples=4),
-        zero=ZeroConfig(stage=zero_stage),
         checkpoint=CheckpointConfig(every=save_every),
         folder=folder / run,
     )
@@ -110,36 +104,6 @@ def wait_for_file(file: Path) -> None:
     """Wait until a file exists, by which another process says how far it is."""
     while not file.exists():
         time.sleep(0.01)
-
-
-@contextmanager
-def record_phase(file: Path, kind: str) -> Iterator[None]:
-    """Append the phase of the block to a file: its kind, begin and end; `, cut short` if the block raises.
-
-    The times are seconds on the clock `time.perf_counter`, which all processes of a machine share.
-    """
-    start, ending = time.perf_counter(), ", cut short"
-    try:
-        yield
-        ending = ""
-    finally:
-        with open(file, "a") as out:
-            out.write(json.dumps([kind + ending, start, time.perf_counter()]) + "\n")
-
-
-def read_phases(file: Path, start_s: float) -> list[Phase]:
-    """Return the recorded phases that end after a time, in seconds since then; one that began earlier begins at 0."""
-    phases = [Phase(*json.loads(line)) for line in file.read_text().splitlines()]
-    return cut_phases(phases, start_s, math.inf)
-
-
-def cut_phases(phases: Iterable[Phase], start: float, stop: float) -> list[Phase]:
-    """Return the phases between two times, cut there; their times count from `start`."""
-    return [
-        Phase(kind, max(begin, start) - start, min(end, stop) - start)
-        for kind, begin, end in phases
-        if end > start and begin < stop
-    ]
 
 
 def join_phases(phases: Iterable[Phase], at_least: float = 0.0) -> list[Phase]:

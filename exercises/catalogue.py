@@ -221,8 +221,9 @@ def _make_exercise(name: str, table: object, file: Path) -> Exercise:
     kind = table.get("kind")
     if kind not in KINDS:
         raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
-    unknown, missing = table.keys() - allowed - {"imports"}, needed - table.keys()
+    needed = {*_COMMON, *KINDS[kind]}
+    allowed = {*needed, "imports", *_OPTIONAL.get(kind, ())}
+    unknown, missing = table.keys() - allowed, needed - table.keys()
     if unknown or missing:
         problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
         raise UserError(f"{where} has {' and '.join(problems)}; the keys of a {kind} are {', '.join(sorted(allowed))}")

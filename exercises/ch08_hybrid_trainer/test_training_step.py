@@ -171,6 +171,13 @@ def the_loss_scale_is_removed(answer, world, network):
         expect("the length of the masters' change by SGD", change, wanted, case=case, tolerance=0.05 * wanted)
         expect_rounded(run, case)
     expect("the loss scale after each step", scales, [128.0, 256.0, 128.0, 256.0], case="64 at the start")
+    masters = run.parallel.reducer.masters.values()
+    for master in masters:
+        master.grad = torch.full_like(master, 1e25)
+    wanted = 1e50 * sum(master.numel() for master in masters)
+    got = sum(all_gather_object(run.engine.squared_norm(), network.group))
+    case = "every element of the gradients is 1e25, whose square is finite in float64 and not in float32"
+    expect("the squared norm, summed over the ranks", got, wanted, case=case, tolerance=1e-6 * wanted)
 
 
 def expect_rounded(run, case):

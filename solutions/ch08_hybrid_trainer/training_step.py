@@ -35,6 +35,7 @@ Usual wrong answers:
 * does not tell the reducer of the end of a micro-batch
 * does not clip
 * never merges replicas
+* squares the gradients in their own dtype: finite ones above 2e19 have an infinite square
 * a rank without tokens of its own does not update
 * leaves the parameters as they are: ZeRO's other shards are old
 * never sets the learning rate

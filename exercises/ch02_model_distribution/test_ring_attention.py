@@ -99,7 +99,7 @@ def large_scores(answer, world, network):
     last = case.positions[world.rank].double() + 1  # the number of keys that a query sees; all scores are -12000
     expect("the log-sum-exp of scores of -12000", lse[0, 0], (last.log() - 12000).tolist(), tolerance=1e-9)
     sums = torch.cumsum(torch.arange(4 * world.size) // 4 + 1.0, 0)[case.positions[world.rank]]
-    expect("the mean of the values", out[0, 0, :, 0], (sums / last).tolist(), tolerance=TOLERANCE)
+    expect("the mean of the values", out[0, 0, :, 0], (sums / last).tolist(), tolerance=1e-11)
 
 
 @test(points=2, ranks=(1, 2, 3, 4))
@@ -193,7 +193,7 @@ def call_ring(answer, group, query, key, value, draw):
 
 
 def most_memory(arguments):
-    """Return the bytes of 13 tensors like the queries, of which right answers allocate 6 to 9 on any number of ranks."""
+    """Return the bytes of 13 tensors like the queries; right answers have 6 to 9 of them, on any number of ranks."""
     return 13 * arguments["query"].nbytes
 
 

@@ -74,6 +74,18 @@ def one_rank_trains(answer, world, network):
             run.expect_step(one, step, f"one rank, dropout, clip_norm {clip_norm}, evaluations between the steps")
             expect("the gradient of an unused parameter", run.gradients[UNUSED], None)
             run.engine.evaluate([join_samples(make_samples(9, 2))])
+    run, events = make_run(answer, world, make_config({})), []
+    end_micro_batch = run.parallel.reducer.end_micro_batch
+
+    def note_end():
+        events.append("end_micro_batch")
+        end_micro_batch()
+
+    run.parallel.reducer.end_micro_batch = note_end
+    next(run.parallel.model.parameters()).register_hook(lambda _: events.append("backward"))
+    run.step(0, RATES[0])
+    expected = ["backward", "end_micro_batch"] * run.engine.config.train.micro_batches
+    expect("backward of each micro-batch and calls of reducer.end_micro_batch, in order", events, expected)
 
 
 @test(points=3, ranks=(1, 2))

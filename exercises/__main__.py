@@ -19,6 +19,7 @@ from exercises import (
     made_class,
     mutate,
     new,
+    parity_gate,
     release,
     report,
     stubs,
@@ -212,6 +213,8 @@ class GateOptions(_Options):
     """Test with mistakes that are the same for all exercises instead, each made in every solution."""
     conditions: bool = False
     """Count instead how many wrong answers each kind of condition refuses, without the exercises' own tests."""
+    parity: bool = False
+    """Train a layout of the simple trainer with each right answer instead, and with wrong ones until one is noticed."""
     trial: Path | None = None
     """Test with the right and wrong answers in this folder instead, of authors who have not seen the tests."""
 
@@ -448,12 +451,17 @@ def _release(options: ReleaseOptions, catalogue: Catalogue, work: Work) -> int:
 
 
 def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
-    if options.mutate + options.mistakes + options.conditions + (options.trial is not None) > 1:
-        raise UserError("--mutate, --mistakes, --conditions and --trial are gates of their own; give one at a time")
+    others = (options.mutate, options.mistakes, options.conditions, options.parity, options.trial is not None)
+    if sum(others) > 1:
+        told = "--mutate, --mistakes, --conditions, --parity and --trial"
+        raise UserError(f"{told} are gates of their own; give one at a time")
     chosen = [catalogue[name] for name in options.names] if options.names else list(catalogue.values())
     if options.trial is not None:
         with tempfile.TemporaryDirectory(prefix="minidist-gate-") as folder:
             return 0 if trial.run_trial(options.trial, chosen, Path(folder)) else 1
+    if options.parity:
+        with RankServer() as server:
+            return 0 if parity_gate.run_parity_gate(chosen, server) else 1
     with RankServer(preload=modules_to_preload(chosen)) as server:
         if options.mutate:
             return 0 if mutate.run_mutants(chosen, server) else 1

@@ -4,8 +4,9 @@ An exercise declares what its answer takes (a strategy for each argument), how i
 see `Declaration`. `check_conditions` then calls the answer under every condition that applies: sizes, dtypes and
 numbers that no narrower dtype represents, memory layouts, non-finite numbers, choices, groups that are some of the
 ranks, repeated and interleaved calls. After each call it compares results, result dtypes, unchanged inputs, memory that
-results share with inputs, the dtype sent to other ranks, and the bits of replicas. The tests of the exercise itself are
-left for what is particular to it.
+results share with inputs, the dtype sent to other ranks, and the bits of replicas. An answer that declares `Growth` is
+also called with arguments of two sizes, between which its memory may grow by so much. The tests of the exercise itself
+are left for what is particular to it.
 """
 
 import gc
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from exercises.observations import PeakMemory
 from exercises.testing import Wrong, check_tensor_class, show
 from minidist.comm import all_gather_object
 
@@ -146,6 +148,21 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How much memory an answer may allocate, by the size of its arguments.
+
+    sizes: the settings of each argument's strategy, like {"tensor": {"numel": 1000}}, at a smaller and a larger size.
+    peak_bytes: (arguments of this rank) -> the peak of memory during the call, beyond its arguments. kept_bytes: the
+    same for what is allocated after it: the result, and what autograd keeps for backward. Only the differences between
+    the two sizes are compared, so that neither constant terms nor the rounding of small sizes matter.
+    """
+
+    sizes: tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+    peak_bytes: Callable[[dict[str, Any]], float]
+    kept_bytes: Callable[[dict[str, Any]], float]
+
+
+@dataclass(frozen=True)
 class Declaration:
     """What `check_conditions` must know of an answer.
 
@@ -158,6 +175,7 @@ class Declaration:
     wire: whether tensors must be sent in the dtype of the (first) tensor argument. more_dtypes: other dtypes that may
     be sent. max_bytes: (arguments of every rank) -> the bytes that all ranks together may send; None: any number.
     has_parameters: whether the result depends on trainable parameters, and so requires gradients.
+    aliases: arguments, of equal shapes and dtypes, that may all be one tensor. growth: of the memory of a call.
     """
 
     inputs: Mapping[str, Tensors | Choices | Drawn]
@@ -171,6 +189,8 @@ class Declaration:
     more_dtypes: tuple[torch.dtype, ...] = ()
     max_bytes: Callable[[list[dict[str, Any]]], int] | None = None
     has_parameters: bool = False
+    aliases: tuple[str, ...] = ()
+    growth: Growth | None = None
 
 
 # The kinds of conditions, by the setting of a strategy that makes them, and those that have none.
@@ -185,7 +205,8 @@ _KIND_OF_SETTING = {
     "draw": "special arguments",
 }
 USUAL, REPEATED, DIVIDED, KEPT = "usual arguments", "repeated calls", "subgroups", "memory between calls"
-KINDS = (USUAL, *_KIND_OF_SETTING.values(), REPEATED, DIVIDED, KEPT)
+ALIASED, GROWN = "one tensor for several arguments", "growth of memory"
+KINDS = (USUAL, *_KIND_OF_SETTING.values(), ALIASED, REPEATED, DIVIDED, KEPT, GROWN)
 _NEEDED_BY = {REPEATED: (USUAL,), KEPT: (USUAL, REPEATED)}  # what must be called before these can be checked
 
 
@@ -197,6 +218,7 @@ class Condition:
     kind: str
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     draw: int = 0
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,6 +265,8 @@ def check_conditions(declaration: Declaration, answer: Any, world: Any, network:
         if kept := sum(each() is not None for each in arguments):
             what = f"your code still references {kept} tensors from {calls} calls that have returned: memory grows"
             raise Wrong("wrong", what, "no tensor of an earlier call", f"{kept} of {len(arguments)}")
+    if declaration.growth is not None and is_selected(GROWN):
+        _check_growth(declaration, declaration.growth, answer, network.group)
 
 
 def _conditions(declaration: Declaration, ranks: int, is_selected: Callable[[str], bool]) -> list[Condition]:
@@ -252,6 +276,9 @@ def _conditions(declaration: Declaration, ranks: int, is_selected: Callable[[str
         for description, settings in strategy.conditions(ranks).items():
             kind = _KIND_OF_SETTING[next(iter(settings))]
             found.append(Condition(f"{name}: {description}", kind, {name: settings}))
+    if declaration.aliases:
+        *names, last = declaration.aliases
+        found.append(Condition(f"{', '.join(names)} and {last} are one tensor", ALIASED, aliases=declaration.aliases))
     again = Condition("the usual arguments, with other numbers, after all other calls", REPEATED, draw=1)
     return [each for each in [*found, again] if is_selected(each.kind)] or found[:1]
 
@@ -270,13 +297,7 @@ def _check(
     """
 
     def arguments(rank: int) -> dict[str, Any]:
-        made = {}
-        for name, strategy in declaration.inputs.items():
-            settings = condition.settings.get(name, {})
-            if like := getattr(strategy, "like", ""):
-                settings = _without_layout(condition.settings.get(like, {})) | settings
-            made[name] = strategy.make(rank, group.size, settings, condition.draw)
-        return made
+        return _make_arguments(declaration, condition, rank, group.size)
 
     case, before = condition.description, len(network.records)
     passed, original = arguments(group.rank), arguments(group.rank)
@@ -311,6 +332,39 @@ def _check(
     most = None if declaration.max_bytes is None else declaration.max_bytes(every_rank)
     sent_bytes = sum(record.wire_bytes for record in records)
     return Call(case, result, tree_map_only(Tensor, Tensor.clone, result), sent_bytes, most)
+
+
+def _make_arguments(declaration: Declaration, condition: Condition, rank: int, ranks: int) -> dict[str, Any]:
+    """Return the arguments of one rank under a condition, by name."""
+    made = {}
+    for name, strategy in declaration.inputs.items():
+        settings = condition.settings.get(name, {})
+        if like := getattr(strategy, "like", ""):
+            settings = _without_layout(condition.settings.get(like, {})) | settings
+        made[name] = strategy.make(rank, ranks, settings, condition.draw)
+    for name in condition.aliases[1:]:
+        made[name] = made[condition.aliases[0]]
+    return made
+
+
+def _check_growth(declaration: Declaration, growth: Growth, answer: Any, group: Any) -> None:
+    """Fail if the memory of a call grows more, from the smaller arguments to the larger ones, than is declared."""
+    seen, allowed, sizes = [], [], []
+    for settings in growth.sizes:
+        passed = _make_arguments(declaration, Condition("", GROWN, settings), group.rank, group.size)
+        with PeakMemory() as memory:
+            result = declaration.call(answer, group, **passed)
+        del result
+        seen.append((memory.peak_bytes, memory.kept_bytes))
+        allowed.append((growth.peak_bytes(passed), growth.kept_bytes(passed)))
+        sizes.append(sum(each.nbytes for each in tree_leaves(passed) if isinstance(each, Tensor)))
+    case = f"arguments of {sizes[0]} and then of {sizes[1]} bytes per rank, on {group.size} ranks"
+    whats = ("the peak of memory during the call grows", "the memory that is kept after the call grows")
+    # The ranks compare the largest growth of all, so that all of them fail and none waits for the others.
+    grown = all_gather_object([larger - smaller for smaller, larger in zip(*seen, strict=True)], group)
+    for what, got, smaller, larger in zip(whats, map(max, zip(*grown, strict=True)), *allowed, strict=True):
+        if got > larger - smaller:
+            raise Wrong("wrong", f"{what}, in bytes", f"by at most {larger - smaller:.0f}", f"by {got}", case=case)
 
 
 def _compare_ranks(declaration: Declaration, calls: Sequence[Call], group: Any) -> None:

@@ -73,13 +73,14 @@ class DeviceMoveTracker(TorchFunctionMode):
 
 
 class PeakMemory:
-    """Peak of the CPU memory allocated for tensors inside a `with` block, beyond that before it: `peak_bytes`.
+    """CPU memory allocated for tensors inside a `with` block, beyond that before it: `peak_bytes` and `kept_bytes`.
 
+    kept_bytes: what is still allocated at the end of the block, such as results and tensors saved for backward.
     Counted by torch's own allocator, so that tensors inside autograd and operators count too. Memory
     that was allocated before and is freed inside is subtracted.
     """
 
-    peak_bytes = 0
+    peak_bytes = kept_bytes = 0
 
     def __enter__(self) -> "PeakMemory":
         self._profile = profiler.profile(profile_memory=True)
@@ -91,10 +92,9 @@ class PeakMemory:
         with _silent():
             self._profile.__exit__(*error)
         events = self._profile.kineto_results.events()
-        alive = 0
         for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
-            alive += event.nbytes()
-            self.peak_bytes = max(self.peak_bytes, alive)
+            self.kept_bytes += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
 
 
 class LiveTensorMemory:

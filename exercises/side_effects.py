@@ -7,13 +7,12 @@ rendezvous store or a backend that the answer makes itself. Nothing may follow f
 between interpreters, or from random states that happen to be equal on all ranks.
 """
 
-import contextlib
 import functools
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from exercises.testing import Wrong
 
-_WATCHED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
+_COMPARED_CALLS = 100  # the outermost calls per test whose random states are compared: 0.1 ms each
 _SHOWN = 60
 _TESTS = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -53,7 +52,10 @@ class SideEffects:
     ):
         self._after_call = after_call
         self._module, self._network, self._may_seed = module, network, may_seed
-        self._depth, self._calls, self.found = 0, 0, ""
+        self._running, self._calls, self.found = "", 0, ""  # the name of the answer's function that runs now
+        if network is not None:
+            _CHANNELS.install()
+            _CHANNELS.report = self._note_channel
         rank = dist.get_rank() if dist.is_initialized() else 0
         _seed_random_states(1000 + rank)
         vars(module)["hash"] = functools.partial(_salted_hash, f"interpreter {rank}")
@@ -87,28 +89,25 @@ class SideEffects:
                 raise Wrong("wrong", f"{what}: until then its tensors must neither be read, changed nor freed")
 
     def _watch(self, function: Callable) -> Callable:
-        """Return the function, wrapped: each call from the test is compared before and after."""
+        """Return the function, wrapped: during each call from the test, side effects are looked for."""
 
         @functools.wraps(function)
         def watched(*args, **kwargs):
-            if self._depth:
+            if self._running:
                 return function(*args, **kwargs)
-            if self._may_seed or self._calls >= _WATCHED_CALLS:
+            self._running, self._calls = function.__qualname__, self._calls + 1
+            is_compared = not self._may_seed and self._calls <= _COMPARED_CALLS
+            before, groups = _get_random_states() if is_compared else {}, _count_groups()
+            try:
                 result = function(*args, **kwargs)
                 self._after_call()
                 return result
-            self._depth, self._calls = 1, self._calls + 1
-            before, groups = _get_random_states(), _count_groups()
-            try:
-                with self._uncounted_channels(function.__qualname__):
-                    result = function(*args, **kwargs)
-                self._after_call()
-                return result
             finally:
-                self._depth = 0
-                if groups != _count_groups():  # more telling than the backend and the store writes that come with one
+                self._running = ""
+                if groups != _count_groups() and not self._may_seed:
+                    # More telling than the backend and the store writes that come with a group.
                     self.found = f"{function.__qualname__} makes process groups and does not destroy them"
-                for name, state in _get_random_states().items():
+                for name, state in _get_random_states().items() if is_compared else ():
                     if state != before[name] and not self.found:
                         self.found = (
                             f"{function.__qualname__} changes the global random state of {name}: code that draws from "
@@ -117,38 +116,48 @@ class SideEffects:
 
         return watched
 
-    @contextlib.contextmanager
-    def _uncounted_channels(self, name: str) -> Iterator[None]:
-        """Note inside the block whether code writes to a store or makes a gloo backend: nothing counts its bytes there.
+    def _note_channel(self, what: str) -> None:
+        """Note that the running call of the answer reaches other ranks where nothing counts its bytes.
 
-        name: of the answer's function. Without a network of the check, an answer may do both.
+        Without a network of the check, an answer may do so.
         """
-        if self._network is None:
-            yield
+        if self._running and self._network is not None and not self._may_seed:
+            self.found = self.found or (
+                f"{self._running} {what}: nothing counts what it sends there. Use the collectives and the group that "
+                "you are given"
+            )
+
+
+class _UncountedChannels:
+    """Reports each call of Python code, outside the tests, that writes to a store or makes a gloo backend.
+
+    Torch's methods are replaced once in a process, since to replace and restore them takes longer than most calls of an
+    answer. report: called with what the code does; a function of the latest `SideEffects`.
+    """
+
+    report: Callable[[str], None] | None = None
+
+    def install(self) -> None:
+        """Replace the methods, unless they are replaced already."""
+        if self.report is not None:
             return
+        for name in _STORE_WRITES:
+            self._replace(dist.Store, name, f"writes to a store ({name})")
+        self._replace(dist.ProcessGroupGloo, "__init__", "makes a process group or a gloo backend of its own")
 
-        def noting(called: Callable, what: str) -> Callable:
-            def noted(*args, **kwargs):
-                if sys._getframe(1).f_code.co_filename.startswith(_TESTS):  # called back by the answer
-                    return called(*args, **kwargs)
-                self.found = self.found or (
-                    f"{name} {what}: nothing counts what it sends there. Use the collectives and the group that you "
-                    "are given"
-                )
-                return called(*args, **kwargs)
+    def _replace(self, owner: type, name: str, what: str) -> None:
+        called = getattr(owner, name)
 
-            return noted
+        @functools.wraps(called)
+        def reported(*args, **kwargs):
+            if not sys._getframe(1).f_code.co_filename.startswith(_TESTS) and self.report is not None:
+                self.report(what)  # else the answer has called the test back
+            return called(*args, **kwargs)
 
-        watched = [(dist.Store, each, f"writes to a store ({each})") for each in _STORE_WRITES]
-        watched.append((dist.ProcessGroupGloo, "__init__", "makes a process group or a gloo backend of its own"))
-        originals = [getattr(owner, each) for owner, each, _ in watched]
-        for (owner, each, what), called in zip(watched, originals, strict=True):
-            setattr(owner, each, noting(called, what))
-        try:
-            yield
-        finally:
-            for (owner, each, _), called in zip(watched, originals, strict=True):
-                setattr(owner, each, called)
+        setattr(owner, name, reported)
+
+
+_CHANNELS = _UncountedChannels()
 
 
 def _salted_hash(salt: str, value: Any) -> int:

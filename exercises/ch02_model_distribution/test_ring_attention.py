@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from exercises.conditions import Declaration, Drawn, check_conditions
+from exercises.conditions import Declaration, Drawn, Growth, check_conditions
 from exercises.observations import PeakMemory
 from exercises.sequence_layouts import LAYOUTS
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
@@ -15,10 +15,10 @@ LIMIT = 6  # score matrices of one block that may be in memory at the same time
 TOLERANCE = 1e-12  # means of a few dozen values of about 1, in float64 in another order
 
 
-def draw(salt, length, scale=1.0, dtype=torch.float64):
-    """Return a tensor (BATCH, HEADS, length, WIDTH) that is equal on all ranks."""
+def draw(salt, length, scale=1.0, dtype=torch.float64, width=WIDTH):
+    """Return a tensor (BATCH, HEADS, length, width) that is equal on all ranks."""
     generator = torch.Generator().manual_seed(salt)
-    return (scale * torch.randn(BATCH, HEADS, length, WIDTH, generator=generator, dtype=torch.float64)).to(dtype)
+    return (scale * torch.randn(BATCH, HEADS, length, width, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def of_one_process(query, key, value):
@@ -94,12 +94,12 @@ def large_scores(answer, world, network):
             answer, tolerance=1e-9
         )  # lse of 1e4 has 12 digits after the point
     case = Case(network.group, "contiguous", 4)
-    query, key, value = (torch.full_like(x, number) for x, number in zip(case.mine, (1.0, -1000.0, 1.0), strict=True))
+    query, key, value = (torch.full_like(x, number) for x, number in zip(case.mine, (1.0, -6000.0, 1.0), strict=True))
     out, lse = answer.ring_forward(query, key, value + world.rank, case.positions, network.group)
-    last = case.positions[world.rank].double() + 1  # the number of keys that a query sees; all scores are -2000
-    expect("the log-sum-exp of scores of -2000", lse[0, 0], (last.log() - 2000).tolist(), tolerance=1e-9)
+    last = case.positions[world.rank].double() + 1  # the number of keys that a query sees; all scores are -12000
+    expect("the log-sum-exp of scores of -12000", lse[0, 0], (last.log() - 12000).tolist(), tolerance=1e-9)
     sums = torch.cumsum(torch.arange(4 * world.size) // 4 + 1.0, 0)[case.positions[world.rank]]
-    expect("the mean of the values", out[0, 0, :, 0], (sums / last).tolist(), tolerance=TOLERANCE)
+    expect("the mean of the values", out[0, 0, :, 0], (sums / last).tolist(), tolerance=1e-11)
 
 
 @test(points=2, ranks=(1, 2, 3, 4))
@@ -164,12 +164,16 @@ DRAWS = (
     ("contiguous", 4, torch.float32, False),
     ("in turn", 3, torch.float64, True),
 )
+# The draws between which memory is compared: wide heads, so that blocks of keys count and not their scores.
+GROWING_WIDTH = 256
+GROWING = (("contiguous", 4, torch.float64, False), ("contiguous", 8, torch.float64, False))
 
 
 def own_tokens(salt, number, rank, ranks):
     """Return a rank's tokens of the query, key or value of a draw."""
-    layout, each, dtype, is_view = DRAWS[number]
-    x = draw(salt, ranks * each, dtype=dtype)[:, :, LAYOUTS[layout](ranks, each)[rank]]
+    layout, each, dtype, is_view = (*DRAWS, *GROWING)[number]
+    width = WIDTH if number < len(DRAWS) else GROWING_WIDTH
+    x = draw(salt, ranks * each, dtype=dtype, width=width)[:, :, LAYOUTS[layout](ranks, each)[rank]]
     return x.mT.contiguous().mT if is_view else x.contiguous()
 
 
@@ -184,24 +188,33 @@ def attention_reference(ranks, rank):
 
 
 def call_ring(answer, group, query, key, value, draw):
-    layout, each, _, _ = DRAWS[draw]
+    layout, each, _, _ = (*DRAWS, *GROWING)[draw]
     return answer.ring_forward(query, key, value, LAYOUTS[layout](group.size, each), group)
+
+
+def most_memory(arguments):
+    """Return the bytes of 13 tensors like the queries; right answers have 6 to 9 of them, on any number of ranks."""
+    return 13 * arguments["query"].nbytes
 
 
 def declarations():
     """Return a declaration for each draw, which selects all arguments together."""
+    names = ("query", "key", "value", "draw")
+    sizes = [{name: {"draw": len(DRAWS) + number} for name in names} for number in range(len(GROWING))]
     for number in range(len(DRAWS)):
         inputs = {
-            name: Drawn(lambda rank, ranks, _, n=number, s=salt: own_tokens(s, n, rank, ranks))
-            for salt, name in enumerate(("query", "key", "value"), 1)
+            name: Drawn(lambda rank, ranks, other, n=number, s=salt: own_tokens(s, other or n, rank, ranks))
+            for salt, name in enumerate(names[:3], 1)
         }
         yield Declaration(
-            inputs={**inputs, "draw": Drawn(lambda rank, ranks, _, n=number: n)},
+            inputs={**inputs, "draw": Drawn(lambda rank, ranks, other, n=number: other or n)},
             call=call_ring,
             reference=attention_reference,
             roundings=60,  # sums over at most 28 keys, exponentials and merges
             # Keys and values, size - 1 times by every rank.
             max_bytes=lambda ranks: len(ranks) * (len(ranks) - 1) * 2 * ranks[0]["key"].nbytes,
+            aliases=names[:3],
+            growth=None if number else Growth(sizes, most_memory, lambda arguments: 2 * arguments["query"].nbytes),
         )
 
 

@@ -33,9 +33,10 @@ def diverges(answer, lr, delay, *more):
 @test(points=3)
 def largest_rate_is_that_of_the_roots(answer):
     """At the largest stable rate the largest root of the recursion lies on the unit circle."""
-    for delay in (0, 1, 2, 3, 7, 12):
-        rate = answer.max_stable_learning_rate(delay)
-        expect("the largest stable rate", rate, boundary(delay), tolerance=1e-6, case=f"delay {delay}, curvature 1")
+    for delay in (0, 1, 2, 3, 7, 12, 40, 100):
+        rate, expected = answer.max_stable_learning_rate(delay), boundary(delay)
+        case = f"delay {delay}, curvature 1"
+        expect("the largest stable rate", rate, expected, tolerance=1e-6 * expected, case=case)
 
 
 @test(points=1)
@@ -49,13 +50,13 @@ def rate_falls_with_the_curvature(answer):
 
 @test(points=4)
 def tells_both_sides_of_the_boundary(answer):
-    """2 % above the largest stable rate the parameter grows, 2 % below it falls."""
-    for delay in (*range(10), 40):
-        for factor, expected in ((0.98, False), (1.02, True)):
-            grows = diverges(answer, factor * boundary(delay), delay)
-            expect(
-                "whether it diverges", grows, expected, case=f"delay {delay}, {factor} times the largest stable rate"
-            )
+    """2 % above the largest stable rate the parameter grows, 2 % below it falls, and as well much closer to it."""
+    cases = [(delay, change) for delay in (*range(10), 40) for change in (-0.02, 0.02)]
+    # Here the largest of the last values are 1.053 and falls, and 1.041 and grows: a threshold for them does not do.
+    for delay, change in (*cases, (40, -0.0005), (1, 2e-5)):
+        grows = diverges(answer, (1 + change) * boundary(delay), delay)
+        case = f"delay {delay}, {1 + change} times the largest stable rate"
+        expect("whether it diverges", grows, change > 0, case=case)
 
 
 @test(points=1)

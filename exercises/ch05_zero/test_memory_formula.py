@@ -118,11 +118,12 @@ def matches_the_published_figures(answer):
 
 @test(points=2)
 def accepts_a_generator(answer):
-    """The sizes may come from a generator, which yields each of them once; without any, the bytes are 0."""
+    """The sizes may come from a generator or another iterator, which yields each of them once; without any: 0."""
     policy = resolve_policy(PrecisionConfig("bf16"))
     sizes = [FlatParamSize(*lengths(numel, 2), moments) for numel, moments in FLAT_PARAMS]
-    got = answer.model_states((size for size in sizes), STAGES["stage 1"], policy)
-    for kind in KINDS:
-        expected = expected_bytes("stage 1", "bf16", 2)[kind]
-        expect(f"bytes of {kind}", getattr(got, kind), expected, case="sizes from a generator")
+    for case, given in (("a generator", (size for size in sizes)), ("an iterator, iter(list)", iter(sizes))):
+        got = answer.model_states(given, STAGES["stage 1"], policy)
+        for kind in KINDS:
+            expected = expected_bytes("stage 1", "bf16", 2)[kind]
+            expect(f"bytes of {kind}", getattr(got, kind), expected, case=f"sizes from {case}")
     expect("bytes of no flat parameters", answer.model_states([], STAGES["stage 1"], policy).total, 0)

@@ -43,6 +43,13 @@ def spoil(trainer):
             value.fill_(7.0)
 
 
+def reverse_optimizer_states(trainer):
+    """Bring the optimizer's states of each parameter into another order, as after a resume from a checkpoint."""
+    states = trainer.engine.optimizer.state
+    for master in trainer.engine.reducer.masters.values():
+        states[master] = dict(reversed(states[master].items()))
+
+
 def expect_recovered(answer, trainer, source, ranks, case):
     expect("the ranks that recover returns", answer.recover(trainer, source), ranks, case=case)
 
@@ -74,7 +81,9 @@ def new_rank_gets_the_state(answer, world, network):
             lost = world.size // 2
             if world.rank == lost:
                 spoil(new)
-            case = f"{layout}; rank {lost} of {world.size} is new"
+            elif world.rank == 0:
+                reverse_optimizer_states(old)
+            case = f"{layout}; rank {lost} of {world.size} is new, the optimizer states of rank 0 are in reverse order"
             expect_recovered(answer, new, None if world.rank == lost else old, [lost], case)
             expect_same_state(new, old, case)
             new.step()

@@ -153,6 +153,15 @@ def fills_the_given_memory(answer, world, network):
     expect("that part of the larger tensor", flat[1:6, 3:6], TENSORS["params/w"][1:6, 2:5], case=case)
     flat[1:6, 3:6] = -5
     expect("the memory around the view", flat, torch.full((7, 9), -5.0))
+    tensors = {name: torch.full_like(tensor, -5) for name, tensor in TENSORS.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+    shards = [Shard(n, shapes[n], Box((0,) * len(shapes[n]), shapes[n]), t, True) for n, t in tensors.items()]
+    memories = {name: tensor.detach() for name, tensor in tensors.items()}
+    with saved(files_of("1 ranks, along the first axis")) as folder:
+        answer.load(folder, shards, network.group)
+    for name, tensor in TENSORS.items():
+        case = "a checkpoint whose boxes are those of the shards"
+        expect(f"the memory that {name} had before", memories[name], tensor, case=case)
 
 
 @test(points=3, ranks=(2, 3))

@@ -154,6 +154,14 @@ def loss_scale_and_masters_go_on(answer, world, network):
         for _ in range(3):
             fresh.step()
         expect_same_state(fresh, whole, f"{case}; stopped after step 4, 7 steps in all")
+        plain = make_trainer(world, folder, steps=4)
+        expect("the JSON state's loss_scaler", answer.json_state(plain)["loss_scaler"], None, case="fp32")
+        other = save(answer, plain, folder / "fp32")
+        for case, changes, found in (("fp16, resumed in fp32", {}, path), ("fp32, resumed in fp16", FP16, other)):
+            fresh = make_trainer(world, folder, **changes)
+            expect_resumed(answer, fresh, [found], found, f"saved in {case}")
+            expect("completed steps", fresh.progress.step, 4, case=f"saved in {case}")
+            fresh.step()
 
 
 @test(points=3, ranks=(2,))

@@ -74,6 +74,18 @@ def one_rank_trains(answer, world, network):
             run.expect_step(one, step, f"one rank, dropout, clip_norm {clip_norm}, evaluations between the steps")
             expect("the gradient of an unused parameter", run.gradients[UNUSED], None)
             run.engine.evaluate([join_samples(make_samples(9, 2))])
+    run, events = make_run(answer, world, make_config({})), []
+    end_micro_batch = run.parallel.reducer.end_micro_batch
+
+    def note_end():
+        events.append("end_micro_batch")
+        end_micro_batch()
+
+    run.parallel.reducer.end_micro_batch = note_end
+    next(run.parallel.model.parameters()).register_hook(lambda _: events.append("backward"))
+    run.step(0, RATES[0])
+    expected = ["backward", "end_micro_batch"] * run.engine.config.train.micro_batches
+    expect("backward of each micro-batch and calls of reducer.end_micro_batch, in order", events, expected)
 
 
 @test(points=3, ranks=(1, 2))
@@ -171,6 +183,13 @@ def the_loss_scale_is_removed(answer, world, network):
         expect("the length of the masters' change by SGD", change, wanted, case=case, tolerance=0.05 * wanted)
         expect_rounded(run, case)
     expect("the loss scale after each step", scales, [128.0, 256.0, 128.0, 256.0], case="64 at the start")
+    masters = run.parallel.reducer.masters.values()
+    for master in masters:
+        master.grad = torch.full_like(master, 1e25)
+    wanted = 1e50 * sum(master.numel() for master in masters)
+    got = sum(all_gather_object(run.engine.squared_norm(), network.group))
+    case = "every element of the gradients is 1e25, whose square is finite in float64 and not in float32"
+    expect("the squared norm, summed over the ranks", got, wanted, case=case, tolerance=1e-6 * wanted)
 
 
 def expect_rounded(run, case):

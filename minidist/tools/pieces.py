@@ -33,6 +33,7 @@ class SymbolReplacements:
     """
 
     _originals: dict[str, Any] = field(default_factory=dict)
+    _added: dict[tuple[str, str], str] = field(default_factory=dict)  # sources of new names, by module and name
 
     def replace_symbol(
         self,
@@ -48,14 +49,18 @@ class SymbolReplacements:
         source; `<piece SYMBOL>` if None. transform: applied to the parsed source before it runs. also_replaced: names
         of other symbols of the module that other calls replace: `source` may define them too, which this call ignores.
         Raises UserError if there is no such symbol, if it is neither function nor class, or if `source` does not define
-        it, changes its base classes, or redefines another name of the module; SyntaxError, or any exception from
-        running the source. After an error the old definition is unchanged.
+        it, changes its base classes, or redefines another name of the module, other than a helper that the same source
+        has defined for an earlier symbol; SyntaxError, or any exception from running the source. After an error the old
+        definition is unchanged.
         """
         module, holder, attribute = _find_symbol(symbol)
         old = _unwrap(inspect.getattr_static(holder, attribute))
         if not isinstance(old, FunctionType | type):
             raise UserError(f"{symbol} is a {type(old).__name__}; only functions and classes can be replaced")
-        new = _define(source, module, attribute, filename or f"<piece {symbol}>", symbol, transform, also_replaced)
+        helpers = [name for (place, name), text in self._added.items() if (place, text) == (module.__name__, source)]
+        before, known = set(vars(module)), (*also_replaced, *helpers)
+        new = _define(source, module, attribute, filename or f"<piece {symbol}>", symbol, transform, known)
+        self._added |= {(module.__name__, name): source for name in vars(module).keys() - before}
         if isinstance(old, type) != isinstance(new, type):
             kinds = {True: "class", False: "function"}
             raise UserError(

@@ -10,11 +10,13 @@ The last hop is missing on purpose: after n - 1 hops every rank has seen every b
 block while it computes with this one, and skips blocks that the mask hides.
 
 Usual wrong answers:
+* keeps the blocks of all ranks until it computes, so that memory grows with the number of ranks
 * keeps the scores of all blocks, and applies one softmax in the end
 * the package's own
 * returns one number for every result
 * all-gathers all keys and values, and computes everything at once
 * divides by the sum of a block, which is zero for a query that sees none of its keys
+* gives hidden keys a score of -10000 and not minus infinity, which counts beside scores that are lower
 * sends the keys on, but not the values
 * keeps the larger logarithm instead of the logarithm of the sum
 * returns the log-sum-exp of the last block
@@ -31,8 +33,10 @@ Usual wrong answers:
 * sends before it computes, so that a query may meet only hidden keys first: minus infinity less minus infinity is NaN
 * attends to this rank's own keys only
 * hides a query's own key as well
+* scales the queries in place and back: where one tensor is query and key, the keys are scaled, too
 * sends the queries with the keys and values
 * receives into the tensor that it sends
+* returns a view of a longer tensor, which stays in memory as long as the result
 * sends keys and values as float32, whatever their dtype
 * sends to the previous rank, and receives from the next one
 * sends every block once more, back to its owner

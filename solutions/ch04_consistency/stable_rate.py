@@ -11,7 +11,10 @@ single ones pass through 0. With a simulation of workers instead of a formula, t
 model.
 
 Usual wrong answers:
+* takes the angle for its sine where the delay is long
 * the package's own
+* compares the largest of the last values with a threshold, which a slow growth does not reach
+* compares the largest of the last values with the first one: a stable oscillation stays above it for long
 * one rate for all delays
 * the rate for curvature 1
 * divides by the square root of the curvature, as a frequency would

@@ -20,6 +20,7 @@ Usual wrong answers:
 * stage 2 shards gradients although `keep_gradients` is set
 * counts masters although the parameters are the masters
 * every rank keeps the unsharded masters
+* copies generators only: any other iterator is empty after the first sum over it
 * the flat parameter without its padding
 * parameters are sharded in stage 2
 * the shards together are shorter than the flat parameter

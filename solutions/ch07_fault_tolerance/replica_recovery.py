@@ -26,6 +26,8 @@ Usual wrong answers:
 * a healthy rank with a new trainer keeps its initial values
 * changes progress and optimizer states before it knows that every shard has a healthy replica
 * sends to healthy replicas, too
+* pairs the shards in the order of each trainer's optimizer states, which may differ
+* sorts the shards by the parameter only: its master and optimizer states come in the order of each trainer
 * a new trainer has no optimizer states to receive
 * finds the ranks and sends nothing
 """

@@ -20,6 +20,7 @@ Usual wrong answers:
 * reads all files on all ranks
 * stops at the first box that overlaps
 * indexes the saved box with the coordinates of the global tensor
+* gives a shard that was saved as it is the memory of the file: other tensors on the shard's memory see nothing
 * raises UserError for missing elements: an older, complete checkpoint is then not tried
 * gives a view new memory instead of filling that of the shard
 * gives the tensor new memory: the larger tensor, of which it is a view, keeps its old values

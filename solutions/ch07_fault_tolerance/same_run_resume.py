@@ -28,6 +28,9 @@ Usual wrong answers:
 * begins the data again
 * computes the position from the step and this run's batch size
 * sets the loss scale and not the count of good steps
+* saves False for the loss scaler of a run that has none
+* asks only whether the checkpoint has the state of a loss scaler: a run in fp32 has none to load it
+* asks only whether this run has a loss scaler: a checkpoint in fp32 has no state of one
 * passes over a damaged checkpoint without a note
 * sets the progress before the tensors are verified: after a damaged checkpoint the run has its step
 * loads only into the optimizer states that exist: a new optimizer has none

@@ -32,9 +32,12 @@ Usual wrong answers:
 * divides by this rank's own count: the loss is a mean of means
 * leaves the parameters of a replica that has skipped its update as they were
 * a replica that skips a step does not come to the merge
+* ends each micro-batch before its backward: with ZeRO stage 2 a block with an unused parameter is not reduced after
+  the last one
 * does not tell the reducer of the end of a micro-batch
 * does not clip
 * never merges replicas
+* squares the gradients in their own dtype: finite ones above 2e19 have an infinite square
 * a rank without tokens of its own does not update
 * leaves the parameters as they are: ZeRO's other shards are old
 * never sets the learning rate

@@ -1,11 +1,16 @@
 """Conditions and side effects that every answer is judged by, whatever the exercise: each is broken here once."""
 
+from types import ModuleType, SimpleNamespace
+
 import pytest
+import torch.distributed as dist
 
-from exercises import report
+from exercises import report, side_effects, stubs
 from exercises.catalogue import Catalogue
+from exercises.testing import Wrong
 
-LOCAL_SGD = Catalogue()["local_sgd"]
+LOCAL_SGD, RING_ATTENTION = Catalogue()["local_sgd"], Catalogue()["ring_attention"]
+CONDITIONS = "holds_under_every_condition"
 HEAD = """
 import os
 import random
@@ -182,7 +187,40 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_conditions_catch_what_other_tests_let_pass(check_answer, name):
     text, told = WRONG[name]
-    verdict = check_answer(LOCAL_SGD, text, only=["holds_under_every_condition"])
+    verdict = check_answer(LOCAL_SGD, text, only=[CONDITIONS])
     assert verdict.reported is not None
     message = " ".join(report.format_finding(verdict.reported.finding))
     assert told in message, message
+
+
+ONLY_BY_CONDITIONS = {  # wrong answers to `ring_attention`
+    "wrong_all_blocks_kept": "the peak of memory during the call grows, in bytes",
+    "wrong_queries_scaled_in_place": "query, key and value are one tensor",
+    "wrong_result_in_a_longer_tensor": "the memory that is kept after the call grows, in bytes",
+}
+
+
+@pytest.mark.parametrize("name", ONLY_BY_CONDITIONS)
+def test_a_condition_alone_refuses_what_the_own_tests_of_an_exercise_let_pass(check_answer, name):
+    verdict = check_answer(RING_ATTENTION, stubs.generate_answer(RING_ATTENTION, name))
+    failed = [result for result in verdict.results if result.finding and result.finding.kind != "skipped"]
+    assert [result.id for result in failed] == [CONDITIONS]
+    message = " ".join(report.format_finding(failed[0].finding))
+    assert ONLY_BY_CONDITIONS[name] in message, message
+
+
+def test_a_write_to_a_store_is_seen_in_every_call_of_a_test(monkeypatch):
+    for name in side_effects._STORE_WRITES:  # so that they are as before when the test has ended
+        monkeypatch.setattr(dist.Store, name, getattr(dist.Store, name))
+    monkeypatch.setattr(dist.ProcessGroupGloo, "__init__", dist.ProcessGroupGloo.__init__)
+    monkeypatch.setattr(side_effects, "_CHANNELS", side_effects._UncountedChannels())
+    module, store = ModuleType("answer"), dist.HashStore()
+    exec("def write(store, call):\n    call == 150 and store.set('key', 'value')\n", vars(module))
+    effects = side_effects.SideEffects(module, ["write"], SimpleNamespace(records=[]))
+    for call in range(150):
+        module.write(store, call)
+    store.set("key", "value")  # by the test
+    effects.check()
+    module.write(store, 150)
+    with pytest.raises(Wrong, match="write writes to a store \\(set\\)"):
+        effects.check()

@@ -2,10 +2,13 @@
 
 import pytest
 
+from exercises import parity_gate
 from exercises.__main__ import main
+from exercises.answers import Answer, Answers, Edit
 from exercises.catalogue import Catalogue
 from exercises.learner_pieces import LearnerPiece
 from exercises.parity import choose_cases, run_parity
+from exercises.parity_gate import judge_in_trainer, run_parity_gate
 from exercises.work import Work
 from minidist.errors import UserError
 
@@ -59,3 +62,30 @@ def test_the_command_prints_a_row_per_layout(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("block_partition: ") and all(line.startswith("  ") for line in told[1:-1])
     assert told[-1] == "every layout equals one process"
+
+
+def test_the_gate_runs_right_answers_in_the_trainer_and_finds_a_wrong_one(server, capsys):
+    assert run_parity_gate([CATALOGUE["zero_stage_two"]], server)
+    told = capsys.readouterr().out
+    assert "zero_stage_two              green dp=2 zero2" in told and "3 right answers, refuses wrong_" in told
+
+
+def test_the_gate_is_red_if_a_right_answer_is_not_or_if_no_wrong_answer_is_noticed(server, monkeypatch):
+    exercise = CATALOGUE["token_count"]
+    right, wrong = Answer("right_half", of="wrong"), Answer("wrong_solution", edits=(Edit("a", "b"),))
+    answers = Answers(exercise.answers, {each.name: each for each in (right, wrong)}, {})
+    solution = exercise.solution.read_text()
+    texts = {right.name: solution.replace("return count.item()", "return count.item() / 2"), wrong.name: solution}
+    monkeypatch.setattr(parity_gate, "read_answers", lambda exercise: answers)
+    monkeypatch.setattr(parity_gate, "read_layouts", lambda root: {"naive": (exercise.name,)})
+    monkeypatch.setattr(parity_gate.stubs, "generate_answer", lambda exercise, name: texts[name])
+    problems = judge_in_trainer(exercise, server).problems
+    assert len(problems) == 2
+    assert problems[0].startswith("wrong_solution equal one process in dp=2")
+    assert problems[1].startswith("right_half is right and differs from one process") and "step 0" in problems[1]
+
+
+def test_the_gate_says_why_an_exercise_is_not_run_in_the_trainer(server, capsys):
+    with pytest.raises(UserError, match="no training run calls these exercises"):
+        run_parity_gate([CATALOGUE["strided_partition"]], server)
+    assert "not run: no training run calls strided_partition" in capsys.readouterr().out

@@ -103,6 +103,26 @@ def test_a_dataclass_keeps_its_identity(module):
     assert before.shifted() == module.Point(2)
 
 
+def test_symbols_of_one_source_may_share_a_helper(module):
+    source = """
+def helper(x):
+    return 10 * x
+
+def double(x, *, plus=0):
+    return helper(x) + plus
+
+class Child(Base):
+    def name(self):
+        return helper("child ")
+"""
+    pieces, names = SymbolReplacements(), ["double", "Child"]
+    for name in names:
+        pieces.replace_symbol(f"a_module:{name}", source, also_replaced=names)
+    assert module.double(1) == 10 and module.Child().name() == "child " * 10
+    with pytest.raises(UserError, match="defines helper, which a_module has already"):
+        pieces.replace_symbol("a_module:double", source.replace("10", "11"), also_replaced=names)
+
+
 def test_replacing_twice_resets_to_the_original(module):
     pieces = SymbolReplacements()
     for value in (1, 2):

@@ -1,0 +1,118 @@
+"""Answers in the trainer: `python -m exercises gate --parity`.
+
+The tests of an exercise call its function by themselves. Here answers are installed in the simple trainer, and a run of
+a small model is compared with one process. A layout that notices no mistake would prove nothing, so wrong answers are
+tried first, in each layout that calls the function, until one differs from one process. In that layout the solution and
+every other right answer must equal one process.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from exercises import stubs
+from exercises.answers import read_answers
+from exercises.catalogue import Exercise
+from exercises.layouts import ENGINE, MIN_RANKS, layout_options, layouts_that_call, read_layouts
+from exercises.learner_pieces import LearnerPiece
+from exercises.parity import choose_cases, make_case_like, run_parity
+from minidist.errors import UserError, format_count
+
+if TYPE_CHECKING:
+    from minidist.tools.launch import RankServer
+    from minidist.tools.parity.cases import Case
+
+_RANKS = 2  # or more, for a layout that needs more
+_MAX_WRONG = 4  # wrong answers that are tried in each layout
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """What the trainer says of an exercise's answers.
+
+    case: the parity case in which they ran; "" if there is none. right: the number of right answers. refused: the wrong
+    answer that differs from one process. problems: right answers that differ, or that no wrong answer does. reason: why
+    there is no case.
+    """
+
+    case: str = ""
+    right: int = 0
+    refused: str = ""
+    problems: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
+    """Find a layout that notices one of the exercise's wrong answers; run each right answer in it."""
+    try:
+        cases = _find_cases(exercise)
+    except UserError as error:
+        return ParityResult(reason=str(error))
+    answers = read_answers(exercise)
+    # Those with a finding of their own are broken, and wrong anywhere.
+    wrong = [answer.name for answer in answers.wrong if not answer.finding and not answer.is_generated][:_MAX_WRONG]
+    tried = ((case, name) for case in cases for name in wrong)
+    noticed = (
+        each for each in tried if _find_difference(exercise, stubs.generate_answer(exercise, each[1]), each[0], server)
+    )
+    case, refused = next(noticed, (cases[0], ""))
+    problems = []
+    if not refused:
+        names = " and ".join(each.name for each in cases)
+        problems.append(f"{', '.join(wrong)} equal one process in {names}: no layout depends on this exercise")
+    right = {"solution": exercise.solution.read_text()}
+    right |= {answer.name: stubs.generate_answer(exercise, answer.name) for answer in answers.right}
+    for name, text in right.items():
+        if difference := _find_difference(exercise, text, case, server):
+            problems.append(f"{name} is right and differs from one process in {case.name}: {difference}")
+    return ParityResult(case.name, len(right), refused, tuple(problems))
+
+
+def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool:
+    """Print a line for each exercise that learners write a function or class in; return whether there is no problem.
+
+    Raises UserError if no training run calls any of these exercises.
+    """
+    problems, ran = [], 0
+    for exercise in exercises:
+        if exercise.kind != "piece":
+            continue
+        result = judge_in_trainer(exercise, server)
+        problems += [f"{exercise.name}: {problem}" for problem in result.problems]
+        if result.reason:
+            print(f"{exercise.name:<28}not run: {result.reason}", flush=True)
+            continue
+        ran += 1
+        state = "red" if result.problems else "green"
+        told = f"{format_count(result.right, 'right answer')}, refuses {result.refused or 'no wrong answer'}"
+        print(f"{exercise.name:<28}{state:<6}{result.case}: {told}", flush=True)
+    if not ran:
+        raise UserError("no training run calls these exercises")
+    print("\n".join(problems) or f"{format_count(ran, 'exercise')}, all green")
+    return not problems
+
+
+def _find_cases(exercise: Exercise) -> list["Case"]:
+    """Return a parity case for each layout that calls the exercise's function.
+
+    Raises UserError if there is none.
+    """
+    from minidist.tools.cli import parse_train_options
+
+    cases = {}
+    for name in layouts_that_call(exercise.name, read_layouts(exercise.root)):
+        ranks = max(_RANKS, MIN_RANKS.get(name, 1))
+        with contextlib.suppress(UserError):  # parity has no such layout
+            case = make_case_like(parse_train_options([*ENGINE, *layout_options(name, ranks)])[0], ranks)
+            cases[case.name] = case
+    return list(cases.values()) or choose_cases(exercise, _RANKS, max_cases=1)
+
+
+def _find_difference(exercise: Exercise, text: str, case: "Case", server: "RankServer") -> str:
+    """Return how a run with this program differs from one process, or how it failed; "" if it is equal."""
+    piece = LearnerPiece(exercise.name, exercise.pieces, f"{exercise.name}.py", text)
+    [(_, row)] = run_parity([piece], [case], server)
+    if isinstance(row, str):
+        return row.strip().splitlines()[0] if row.strip() else "the run failed"
+    return "" if row["ok"] else row["first_wrong"]

@@ -1,28 +1,33 @@
-"""Diverging replicas of a norm: the solution.
+"""Wrong from the second step on: the solution.
 
-A rank has the full gradient of a parameter shard if all tokens pass through that shard on this rank. That holds for
-`up` and `down`, although each rank has only a shard of them. `norm` is replicated, and is applied to this rank's
-tokens only: a full parameter does not imply a full gradient.
+`Leave` sums over the ranks. The products with the shards of `down` are partial results, which belong into the sum.
+The shift is replicated: inside the sum it is counted once per rank. While it is 0 nothing is wrong, and biases
+usually start at 0. So the first loss and all first gradients are right; then the optimizer moves the shift, and the
+layer moves n times as far. All ranks make the same mistake, so comparing them with each other shows nothing;
+comparing two numbers of ranks does.
 
-The loss falls on every rank, because each rank trains a norm that fits its own tokens. The layer then computes a
-mixture of different models, which no single checkpoint can represent. Megatron-LM #1446 reports this fault of the
-last norm, and early commits of GPT-NeoX's pull request #1257 had it. In this package the field `partial` in a
-parameter's description prevents it.
+The repair has a second half. Inside the sum the gradient of the shift came from the all-gather in the backward of
+`Leave`, so each rank had the gradient from all tokens. Added after the reduce-scatter, the shift sees only the tokens
+of its rank: its gradient is partial, and must be all-reduced like that of the norm. Megatron-LM's `RowParallelLinear`
+adds its bias after the reduction, and marks it as `sequence_parallel` for the same reason.
 
 Usual wrong answers:
 * averages the replicas after each step, which each rank took with a different gradient
 * broadcasts the norms of rank 0 at the end, which hides the drift
 * names the distribution of the tokens as the cause
+* divides the shift by the number of ranks inside of the sum, and so its gradient, which is not summed
 * all-reduces all gradients, also those of sharded matrices
+* halves the shift inside of the sum, which is right on two ranks only
+* names the gradients, which the original program sums over all tokens
 * averages over the ranks instead of summing
 * gives LINE as in the repaired program, not as in the original
 * names everything right and does not repair the program
-* reduces the norm, but no longer the shift
+* adds the shift after the sum, but still takes its gradient for complete
 * reduces the norm of the first layer only
 * names the line that computes the norm, which is right
 * rank 0 skips the collective, and the other ranks wait for it
 * all-reduces every gradient and discards some of the sums
-* takes the different losses of the ranks for wrong losses
+* takes the ranks' losses, each of its own tokens, for wrong losses
 * gathers all tokens once more to compute the full gradient of the norms
 * names everything right, and does not train
 """
@@ -36,12 +41,13 @@ from torch import nn
 INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
+    "terms": "every term of a layer's output is counted once, however many ranks there are",
     "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
     "gradient": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
     "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
-INVARIANT = "gradient"
-LINE = 'return name in ("up", "down", "norm")'
+INVARIANT = "terms"
+LINE = 'return x + Leave.apply(hidden @ layer["down"].T + layer["shift"])'
 
 
 class Enter(torch.autograd.Function):
@@ -125,8 +131,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     h, f = 8, 16
     shapes = {"norm": (h,), "up": (f, h), "down": (h, f), "shift": (h,)}
-    start = [{name: 0.3 * torch.randn(shape) + (name == "norm") for name, shape in shapes.items()} for _ in range(3)]
+    scale = {"norm": 0, "up": 0.3, "down": 0.3, "shift": 0}
+    start = [{n: scale[n] * torch.randn(shape) + (n == "norm") for n, shape in shapes.items()} for _ in range(3)]
     samples = torch.randn(60, h)
     trained, losses = main(samples, samples.flip(1).sin(), start, epochs=60)
-    norms = " ".join(f"{layer['norm'].sum().item():.6f}" for layer in trained)
-    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, sums of the norms {norms}")
+    shifts = " ".join(f"{layer['shift'].abs().mean().item():.6f}" for layer in trained)
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, mean size of the shifts {shifts}")

@@ -4,8 +4,9 @@ A layer of a Transformer is too large for one rank. Write both of its halves wit
 of a region, so that each half needs one all-reduce in forward and one in backward.
 
 shard_weight: cuts module.weight along `dim` into num_shards equal parts, and gives the module this rank's part as a new
-parameter, contiguous and no view of the full one; frozen if that is. sum_replica_gradients: from now on, every backward adds to .grad of
-these parameters the sum of the gradients that the ranks of `group` compute in it. It skips frozen parameters.
+parameter: contiguous, no view of the full one, and frozen if that is. sum_replica_gradients: from now on, every
+backward adds to .grad of these parameters the sum of the gradients that the ranks of `group` compute in it. Frozen
+parameters are left alone.
 mlp: a module with gate_proj, up_proj (f, h) and down_proj (h, f). attention: one with q_proj (heads d, h), k_proj and
 v_proj (kv_heads d, h), o_proj (h, heads d) and head_dim d. n divides f, heads and either kv_heads or, if there are
 fewer of them, kv_heads divides n. `hidden` and the result are (b, s, h); rotary is for apply_rotary (positions).

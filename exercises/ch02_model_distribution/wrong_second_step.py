@@ -1,6 +1,6 @@
 """Wrong from the second step on.
 
-This program runs and its loss falls on every rank. One rank computes what one process computes; several do not.
+This program runs and its loss falls on every rank. On one rank its results are right, on several they are wrong.
 Measured on 2 ranks, with 3 layers, beside one process with the same tokens:
 
     steps                                          1         2         5        20        60

@@ -13,7 +13,7 @@ adds its bias after the reduction, and marks it as `sequence_parallel` for the s
 
 Usual wrong answers:
 * averages the replicas after each step, which each rank took with a different gradient
-* broadcasts the norms of rank 0 at the end, which hides the drift
+* sets the shift to 0 after every step, where the fault does not show
 * names the distribution of the tokens as the cause
 * divides the shift by the number of ranks inside of the sum, and so its gradient, which is not summed
 * all-reduces all gradients, also those of sharded matrices

@@ -3,17 +3,17 @@
 This program runs and its loss falls on every rank. On one rank its results are right, on several they are wrong.
 Measured on 2 ranks, with 3 layers, beside one process with the same tokens:
 
-    steps                                          1         2         5        20        60
-    loss of the last step, sum of both ranks  3.1578    2.5279    1.3150    0.2548    0.0839
-    loss of the last step, one process        3.1578    2.5432    1.3220    0.2561    0.0827
+    step                                1       2       5       20      60
+    loss of the step, sum of both ranks 3.1578  2.5279  1.3150  0.2548  0.0839
+    loss of the step, one process       3.1578  2.5432  1.3220  0.2561  0.0827
     greatest difference between the ranks in
-      norm                                     0         0         0         0         0
-      shift                                    0         0         0         0         0
+      norm                              0       0       0       0       0
+      shift                             0       0       0       0       0
     greatest difference to one process in
-      norm                                     0         0.0010    0.0044    0.011     0.043
-      up                                       6e-08     0.0012    0.0098    0.032     0.056
-      down                                     3e-08     0.0036    0.0098    0.037     0.060
-      shift                                    9e-10     0.0017    0.012     0.069     0.089
+      norm                              0       0.0010  0.0044  0.011   0.043
+      up                                6e-08   0.0012  0.0098  0.032   0.056
+      down                              3e-08   0.0036  0.0098  0.037   0.060
+      shift                             9e-10   0.0017  0.012   0.069   0.089
 
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 

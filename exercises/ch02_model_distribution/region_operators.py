@@ -4,8 +4,8 @@ Every tensor-parallel layer begins with `enter` and ends with `leave`. Write the
 ranks that have all tokens outside of the layers (Region) and for ranks that have their own (SequenceParallelRegion).
 
 sum_over_ranks: a new tensor, the reduction `op` ("sum", "max", "min") of the ranks' x; without a gradient function.
-RegionOperator: an autograd function. `forward` and `backward` are functions of one tensor. Backward gets the gradient
-of forward's result and returns one gradient for each argument of forward, None for those that are no tensors.
+RegionOperator: an autograd function, whose arguments `forward` and `backward` are functions of one tensor. Its own
+backward gets the gradient of the result, and returns one gradient per argument of apply: None for the two functions.
 Region: x and all results are (b, s, h). SequenceParallelRegion: outside of the layers a rank has s / n consecutive
 tokens, in rank order. gather: (b, s / n, h) -> (b, s, h), the tokens of all ranks. reduce: (b, s, h) -> (b, s / n, h),
 this rank's tokens of the sum of x over the ranks. It inherits `enter` and `leave`, so write these with `gather` and
@@ -25,7 +25,7 @@ You may call:
     all_gather(full, own, group)   full (n m, ...): the ranks' own (m, ...) one after the other; both contiguous
     reduce_scatter(own, full, group)   own (m, ...): this rank's n-th of the sum of full (n m, ...); both contiguous
     RegionOperator.apply(x, forward, backward)   how an autograd function is called; group.size, group.rank
-    Tensor.movedim(source, destination)   a view with one dimension in another place; Tensor.view_as(other)
+    Tensor.movedim(source, destination)   a view with one dimension in another place
     Tensor.detach(), Tensor.contiguous(), Tensor.new_empty(*shape), Tensor.clone(memory_format=torch.contiguous_format)
 
 Check it with: python -m exercises check region_operators

@@ -5,10 +5,10 @@ blocks of keys and values go round a ring, and a rank merges each block's result
 
 query, key, value and the output: (b, heads, s / n, d), in one dtype, fp32 or fp64. The log-sum-exp of each query's
 scores, (b, heads, s / n), in that dtype. positions: (n, s / n) int64; row r has the positions of rank r's tokens in the
-sequence, in any layout. Arguments do not change. send_to_next takes and returns any shape and dtype. causal_scores
-returns (b, heads, q, k); merge_block takes the results over earlier blocks and a block's scores, where a query may see
-none of the block's keys, and returns the results over both. No earlier block: out is 0, and lse minus infinity; every
-query sees a key of the first block, which is its rank's own.
+sequence, in any layout. Arguments do not change. send_to_next takes and returns any shape and dtype. With one rank, or
+no elements, it sends nothing and returns x. causal_scores returns (b, heads, q, k); merge_block takes the results over
+earlier blocks and a block's scores, where a query may see none of the block's keys, and returns the results over both.
+No earlier block: out is 0, and lse minus infinity; every query sees a key of the first block, which is its rank's own.
 Example: 2 ranks with one token each, d = 1, all queries and keys 0, values 1 on rank 0 and 5 on rank 1.
     With positions [[0], [1]] rank 0 returns out 1 and lse log 1 = 0, rank 1 returns out 3 and lse log 2 = 0.6931.
     With positions [[1], [0]] rank 0 returns out 3 and lse 0.6931, rank 1 returns out 5 and lse 0.

@@ -3,12 +3,12 @@
 Put your layers into a Transformer that knows nothing of parallelism, so that it computes the loss and the gradients of
 one process. `minidist train --engine simple --mesh.tp 2` calls this function, on each pipeline stage's part of a model.
 
-model: a minidist Transformer, changed in place; the parameters keep their names, and the weights of `group.size` shards
-divide evenly. Its parts: model.model.embed_tokens; the layers, model.model.layers, each with layer.input_layernorm,
+model: a minidist Transformer, changed in place; the parameters keep their names. group.size divides heads, features and
+vocabulary. Its parts: model.model.embed_tokens; the layers, model.model.layers, each with layer.input_layernorm,
 layer.self_attn, layer.post_attention_layernorm and layer.mlp; model.model.norm; model.lm_head, an nn.Linear (V, h);
-model.loss(logits, labels), which model(tokens, labels) returns. Of a pipeline stage, the layers, the embedding or the
-head that another stage holds are nn.Identity; head and last norm are on one stage. If model.config.tie_embeddings,
-embedding and head are one parameter.
+model.loss(logits, labels), which model(tokens, labels) returns. A pipeline stage has nn.Identity in place of what other
+stages have of layers, embedding, last norm and head; head and last norm are on one stage. If
+model.config.tie_embeddings, head and embedding are one parameter, and the head's stage has the embedding, too.
 sequence_parallel: each rank has s / n tokens outside of the regions, from the embedding to the head, and the norms work
 on these only. After a backward each .grad is that of one process: the whole gradient, or this rank's shard of it.
 Example: 2 ranks, one layer, V = 10, h = 4, untied. Afterwards lm_head.weight is (5, 4) on each rank, and model.loss
@@ -25,7 +25,7 @@ You may call:
     TensorParallelAttention(attention, region, heads_group), TensorParallelMLP(mlp, region): exercise 2.2
     shard_weight(module, dim, group), sum_replica_gradients(group, *parameters): exercise 2.2
     VocabParallelEmbedding(embedding, region), vocab_parallel_loss(logits, labels, group): exercise 2.3
-    model.tie_weights()   makes the head use the embedding's weight, if config.tie_embeddings
+    model.tie_weights()   makes the head use the embedding's weight, if config.tie_embeddings and the model has both
     nn.Module.register_forward_pre_hook(hook)   before forward(*args), hook(module, args) returns the new args, a tuple
     functools.partial(function, group=group)   the function with this argument fixed
 

@@ -15,7 +15,7 @@ Example: V = 4 on 2 ranks, h = 1, the embedding [[10], [20], [30], [40]].
     One position, all logits 0 and the label 2, which rank 1 has. Both ranks return log 4 = 1.3863 and 1. The gradients
     are [[[0.25, 0.25]]] on rank 0, [[[-0.75, 0.25]]] on rank 1.
 
-Checked: embedding, loss, number and all gradients on 1 to 4 ranks against one process in float64, with ignored labels,
+Checked: embedding, loss, count and all gradients on 1 to 4 ranks against one process in float64, with ignored labels,
 also all of them; bfloat16 logits; logits of thousands; a region with the sequence sharded; that the rank's part of the
 embedding is contiguous and no view; one collective for the embedding, at most three numbers per position for the loss,
 and no messages in their backward unless the sequence is sharded; memory of at most six copies of the rank's logits; and

@@ -21,6 +21,7 @@ Usual wrong answers:
 * leaves the loop after the first parameter
 * gives rank r the key head r modulo their number, not the one that its query heads attend to
 * shards keys and values over all ranks, and splits a head if there are fewer heads than ranks
+* sets a hook on a parameter that gets no gradient
 * sums the inner features of all ranks before the last matrix, for no purpose
 * every rank holds all key and value heads, and its query heads attend to the first ones
 * rotates the queries only
@@ -35,6 +36,7 @@ Usual wrong answers:
 * stores its shards in float32, whatever the dtype of the weights
 * shards the first matrices by input features and the last by output features
 * also sums the inner features, for no purpose
+* forgets that the full matrix was frozen
 * keeps the partial gradients of key and value heads that several ranks hold: their replicas drift apart
 * calls torch's attention itself, so that context parallelism has no effect
 * sums what has accumulated in .grad: from the second backward on, earlier gradients are summed once more

@@ -74,7 +74,6 @@ def apply_tensor_parallel(
         shard_weight(model.lm_head, 0, group).register_forward_pre_hook(lambda _, args: (region.enter(*args),))
         model.loss = partial(vocab_parallel_loss, group=group)
         norms.append(decoder.norm.weight)
-        if not isinstance(decoder.embed_tokens, nn.Identity):
-            model.tie_weights()
+        model.tie_weights()
     if sequence_parallel:  # a norm outside of the regions sees this rank's tokens only
         sum_replica_gradients(group, *norms)

@@ -128,7 +128,7 @@ MESSAGES = {
             "  got       12",
         ],
     ),
-    ("drifting_norms", "wrong_norm_only"): (
+    ("wrong_second_step", "wrong_norm_only"): (
         "replicas_stay_equal",
         [
             "norms and shifts of rank 1 and of rank 0, at [0][1][0]",

@@ -1,4 +1,4 @@
-"""Tests of drifting_norms: the reference has unsharded layers, on one process, in float64."""
+"""Tests of wrong_second_step: the reference has unsharded layers, on one process, in float64."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from exercises.testing import Wrong, expect, show, test
 
 TOKENS, HIDDEN, INNER, LAYERS, EPOCHS = 12, 6, 12, 2, 3
 TOLERANCE = 1e-9  # float64 sums in another order, through three steps of Adam
-KEYS = ("tokens", "features", "pair", "gradient", "loss")
+KEYS = ("tokens", "features", "terms", "pair", "gradient", "loss")
 SHAPES = {"norm": (HIDDEN,), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER), "shift": (HIDDEN,)}
 
 
@@ -92,7 +92,7 @@ def equals_one_process(answer, world, run):
 
 @test(points=3, ranks=(2,))
 def nothing_more_is_sent(answer, world, run):
-    """The token collectives do not change, and norms and shifts are all-reduced once per step."""
+    """The token collectives do not change, and at most norms and shifts are all-reduced, once per step."""
     records = trained(answer, run).records
     pairs = [record.name for record in records if record.name in ("all_gather", "reduce_scatter")]
     expect("all-gathers in a step", pairs.count("all_gather") / EPOCHS, 2 * LAYERS, case="main(...)")
@@ -100,7 +100,9 @@ def nothing_more_is_sent(answer, world, run):
     others = [record for record in records if record.name not in ("all_gather", "reduce_scatter")]
     expect("the other operations", sorted({record.name for record in others}), ["all_reduce"], case="main(...)")
     payload = sum(record.payload_bytes for record in others) / EPOCHS / 8
-    expect("elements all-reduced in a step", payload, 2 * LAYERS * HIDDEN, case="main(...)")
+    most = 2 * LAYERS * HIDDEN
+    if payload > most:
+        raise Wrong("wrong", "elements all-reduced in a step", f"at most {most}", show(payload), case="main(...)")
 
 
 @test(points=2)
@@ -111,7 +113,7 @@ def names_the_invariant(answer):
         raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
     if given not in KEYS:
         raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
-    if given != "gradient":
+    if given != "terms":
         raise Wrong(
             "wrong",
             "the original program satisfies this rule; INVARIANT must name the rule that it violates",

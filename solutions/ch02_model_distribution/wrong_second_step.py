@@ -1,30 +1,35 @@
-"""Diverging replicas of a norm.
+"""Wrong from the second step on: the solution.
 
-This program runs and its loss falls on every rank, but its results are wrong. Measured on 2 ranks, with 3 layers,
-beside one process with the same tokens:
+`Leave` sums over the ranks. The products with the shards of `down` are partial results, which belong into the sum.
+The shift is replicated: inside the sum it is counted once per rank. While it is 0 nothing is wrong, and biases
+usually start at 0. So the first loss and all first gradients are right; then the optimizer moves the shift, and the
+layer moves n times as far. All ranks make the same mistake, so comparing them with each other shows nothing;
+comparing two numbers of ranks does.
 
-    steps                                          1         2         5        20        60
-    loss of the last step, both ranks         3.8378    3.1690    1.7148    0.2782    0.0823
-    loss of the last step, one process        3.8378    3.1715    1.7225    0.2835    0.0843
-    greatest difference between the ranks in
-      norm                                     0.020     0.039     0.095     0.27      0.37
-      shift                                    0         0         0         0         0
-    greatest difference to one process in
-      norm                                     0.019     0.038     0.088     0.20      0.26
-      up                                       6e-08     0.0010    0.0043    0.034     0.12
-      down                                     9e-08     0.0034    0.015     0.025     0.083
-      shift                                    0         0.00003   0.0007    0.0071    0.044
+The repair has a second half. Inside the sum the gradient of the shift came from the all-gather in the backward of
+`Leave`, so each rank had the gradient from all tokens. Added after the reduce-scatter, the shift sees only the tokens
+of its rank: its gradient is partial, and must be all-reduced like that of the norm. Megatron-LM's `RowParallelLinear`
+adds its bias after the reduction, and marks it as `sequence_parallel` for the same reason.
 
-Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
-
-Each rank holds a shard of every feed-forward layer and, between layers, a shard of the tokens (sequence parallelism).
-This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
-no rank sends a gradient that is already complete on the rank that needs it.
-
-Check it with: python -m exercises check drifting_norms
-
-Stub af8718ec.
+Usual wrong answers:
+* averages the replicas after each step, which each rank took with a different gradient
+* sets the shift to 0 after every step, where the fault does not show
+* names the distribution of the tokens as the cause
+* divides the shift by the number of ranks inside of the sum, and so its gradient, which is not summed
+* all-reduces all gradients, also those of sharded matrices
+* halves the shift inside of the sum, which is right on two ranks only
+* names the gradients, which the original program sums over all tokens
+* averages over the ranks instead of summing
+* gives LINE as in the repaired program, not as in the original
+* names everything right and does not repair the program
+* adds the shift after the sum, but still takes its gradient for complete
+* reduces the norm of the first layer only
+* names the line that computes the norm, which is right
+* rank 0 skips the collective, and the other ranks wait for it
+* all-reduces every gradient and discards some of the sums
+* takes the ranks' losses, each of its own tokens, for wrong losses
+* gathers all tokens once more to compute the full gradient of the norms
+* names everything right, and does not train
 """
 
 import os
@@ -36,12 +41,13 @@ from torch import nn
 INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
+    "terms": "every term of a layer's output is counted once, however many ranks there are",
     "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
     "gradient": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
     "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
-INVARIANT = ""
-LINE = ""
+INVARIANT = "terms"
+LINE = 'return x + Leave.apply(hidden @ layer["down"].T + layer["shift"])'
 
 
 class Enter(torch.autograd.Function):
@@ -86,7 +92,7 @@ def block(x, layer):
 
 def has_full_gradient(name):
     """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
-    return name in ("up", "down", "norm")
+    return name in ("up", "down")
 
 
 def main(inputs, targets, layers, epochs=10):
@@ -125,8 +131,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     h, f = 8, 16
     shapes = {"norm": (h,), "up": (f, h), "down": (h, f), "shift": (h,)}
-    start = [{name: 0.3 * torch.randn(shape) + (name == "norm") for name, shape in shapes.items()} for _ in range(3)]
+    scale = {"norm": 0, "up": 0.3, "down": 0.3, "shift": 0}
+    start = [{n: scale[n] * torch.randn(shape) + (n == "norm") for n, shape in shapes.items()} for _ in range(3)]
     samples = torch.randn(60, h)
     trained, losses = main(samples, samples.flip(1).sin(), start, epochs=60)
-    norms = " ".join(f"{layer['norm'].sum().item():.6f}" for layer in trained)
-    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, sums of the norms {norms}")
+    shifts = " ".join(f"{layer['shift'].abs().mean().item():.6f}" for layer in trained)
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, mean size of the shifts {shifts}")

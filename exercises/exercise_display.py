@@ -2,7 +2,9 @@
 
 import ast
 import html
+import itertools
 import os
+import re
 from pathlib import Path
 
 from exercises import report
@@ -11,6 +13,7 @@ from exercises.catalogue import Catalogue, Exercise
 from exercises.check import Verdict
 from exercises.work import Work
 
+_LABEL = re.compile(r"(Example|Checked|You may call)\b[^:.]{0,80}:")  # begins a part of a statement
 _GREEN, _RED = "#1a7f37", "#cf222e"  # readable on a light and on a dark background
 
 
@@ -132,14 +135,21 @@ def update_stored_displays(catalogue: Catalogue) -> list[Path]:
 
 
 def _as_markdown(lines: list[str]) -> str:
-    """Return a task's lines as markdown: a blank line before indented ones, and no asterisk of `2**16` as bold type."""
-    result = []
-    for line in lines:
-        if line.startswith("    "):
-            if result and result[-1] and not result[-1].startswith("    "):
-                result.append("")
-        else:
-            parts = line.split("`")  # the odd ones are code, where markdown keeps asterisks
-            line = "`".join(part if i % 2 else part.replace("**", r"\*\*") for i, part in enumerate(parts))
-        result.append(line)
+    """Return a task's lines as markdown.
+
+    Indented lines are prose, which goes on with the paragraph before, unless something says that they are code: a colon
+    before them, columns, or a bracket at the beginning. No asterisk of `2**16` is bold type.
+    """
+    result: list[str] = []
+    for is_indented, group in itertools.groupby(lines, key=lambda line: line.startswith("    ")):
+        block = list(group)
+        is_code = any("  " in line[4:] or line.strip().startswith(("{", "[")) for line in block)
+        if is_indented and (is_code or result[-1].rstrip("*").endswith(":")):
+            result += [*[""] * bool(result[-1]), *block]
+            continue
+        for line in block:
+            label = match.group() if (match := _LABEL.match(line)) else ""
+            parts = line.strip().removeprefix(label).split("`")  # the odd ones are code, where markdown keeps asterisks
+            text = "`".join(part if i % 2 else part.replace("**", r"\*\*") for i, part in enumerate(parts))
+            result += [""] * bool(label and result and result[-1]) + [f"**{label}**{text}" if label else text]
     return "\n".join(result)

@@ -16,9 +16,9 @@ over theta, or with workers and a server on the virtual clock. It must not use t
 infinite or NaN has diverged.
 
 Checked: the formula for delays 0 to 100, against the roots of the recursion's polynomial; the experiment for delays 0
-to 9 and 40 with rates 2 % below and above the largest stable one, with a rate 0.05 % below it at delay 40 and one 0.002 %
-above it at delay 1, with several curvatures, and with rates that overflow; that it returns a bool and does not call max_stable_learning_rate; and, if it uses a Server, the number of
-updates.
+to 9 and 40 with rates 2 % below and above the largest stable one, with a rate 0.05 % below it at delay 40 and one
+0.002 % above it at delay 1, with several curvatures, and with rates that overflow; that it returns a bool and does not
+call max_stable_learning_rate; and, if it uses a Server, the number of updates.
 
 You may call:
     Server(parameters, update, num_workers)   calls update(parameters, gradient) at every push

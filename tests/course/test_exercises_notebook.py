@@ -357,8 +357,24 @@ def backups(work) -> list[Path]:
 def test_indented_prose_of_a_statement_is_no_code():
     from exercises.exercise_display import _as_markdown
 
-    lines = ["Two things:", "    first: one", "", "Example: 2 ranks, of which", "    rank 0 has [1].", "f(x), with"]
-    lines += ["    f(1)   is 2", "Checked, on 2 ranks: values. You may", "use 2**3.", "", "You may call:", "    abs(x)"]
-    expected = ["Two things:", "", "    first: one", "", "**Example:** 2 ranks, of which", "rank 0 has [1]."]
-    expected += ["f(x), with", "", "    f(1)   is 2", "", "**Checked, on 2 ranks:** values. You may", r"use 2\*\*3.", ""]
-    assert _as_markdown(lines) == "\n".join([*expected, "**You may call:**", "", "    abs(x)"])
+    lines = ["Two things:", "    first: one", "", "Example: 2 ranks, of which", "    rank 0 has [1].", "    f(1) is 2."]
+    lines += ["Checked, on 2 ranks: values. You may", "use 2**3.", "", "You may call:", "    abs(x)"]
+    expected = [
+        "Two things:",
+        "",
+        "    first: one",
+        "",
+        "**Example:** 2 ranks, of which",
+        "rank 0 has [1].",
+        "f(1) is 2.",
+    ]
+    expected += [
+        "",
+        "**Checked, on 2 ranks:** values. You may",
+        r"use 2\*\*3.",
+        "",
+        "**You may call:**",
+        "",
+        "    abs(x)",
+    ]
+    assert _as_markdown(lines) == "\n".join(expected)

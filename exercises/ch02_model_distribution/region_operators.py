@@ -30,7 +30,7 @@ You may call:
 
 Check it with: python -m exercises check region_operators
 
-Stub e0314179.
+Stub c73f623e.
 """
 
 import torch
@@ -76,11 +76,11 @@ class Region:
         raise NotImplementedError("return the sum of the ranks' x, (b, s, h)")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: gather the input of a layer; reduce its gradient."""
+        """Return the input of a layer, `gather(x)`; backward returns `reduce` of its gradient. Collective."""
         raise NotImplementedError("return the input of the layer; its gradient is reduced")
 
     def leave(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: reduce the results of a layer; gather their gradient."""
+        """Return the sum of the ranks' results, `reduce(x)`; backward returns `gather` of its gradient. Collective."""
         raise NotImplementedError("return the output of the layer; its gradient is gathered")
 
 

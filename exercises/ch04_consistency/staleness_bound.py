@@ -32,7 +32,7 @@ You may call:
 
 Check it with: python -m exercises check staleness_bound
 
-Stub 62b7efc8.
+Stub 5ed5efb8.
 """
 
 from torch import Tensor
@@ -61,7 +61,7 @@ class Server:
         raise NotImplementedError("note the request, and answer all that are due")
 
     def is_due(self, worker: int, request: Pull | Push) -> bool:
-        """Whether the bound allows an answer now."""
+        """Whether the staleness bound allows the server to answer this request now. Changes nothing."""
         raise NotImplementedError("return whether the request may be answered now")
 
     def answer(self, worker: int, request: Pull | Push) -> Tensor | None:

@@ -56,7 +56,7 @@ You may call:
 
 Check it with: python -m exercises check training_step
 
-Stub 49ad43e0.
+Stub 6be16ed5.
 """
 
 import math
@@ -102,9 +102,9 @@ class Engine:
     ) -> Decision:
         """Collective: train on this rank's part of a global batch; return what all ranks have decided.
 
-        step: its number, from 0. micro_batches: this rank's, of full sequences. lr: the learning rate. weight: of this
-        rank's data. stop_requested: whether this rank asks for the end of the run. After an exception the engine cannot
-        be used any more.
+        step: its number, from 0. micro_batches: this rank's, of full sequences. lr: the learning rate. weight: each
+        token of this rank counts so often in the mean loss. stop_requested: whether this rank asks for the end of the
+        run. After an exception the engine cannot be used any more.
         """
         expected = self.config.train.micro_batches
         if len(micro_batches) != expected:

@@ -57,7 +57,10 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_o
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> Handle | None:
-    """Collective: all-gather; every rank sends `input`, which may be a view of `output`, directly to all others."""
+    """Collective: gather the `input` (n, ...) of all ranks into `output` (size * n, ...), sent directly.
+
+    `input` may be this rank's part of `output`. Returns a handle with `async_op`, else None.
+    """
     parts = output.view(-1).split(input.numel())
     shard = input.view(-1)
     others = [rank for rank in range(group.size) if rank != group.rank]

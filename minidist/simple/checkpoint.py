@@ -240,7 +240,7 @@ def load(folder: Path, shards: Sequence[Shard], group: Group) -> dict:
 
 
 def read_tensors(file: Path, expected: str) -> dict[str, Tensor]:
-    """Return the tensors of a file by key. Raises DamagedError if its checksum is not the expected one."""
+    """Return the tensors of a file by key. Raises DamagedError if the `checksum` of its bytes is not `expected`."""
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -26,8 +26,8 @@ ComputeGradient = Callable[[Tensor, int], Tensor]  # (parameters, step) -> w_i *
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
-    gradient: this rank's, times its weight w_i. update: called on the server, the only rank with optimizer states.
-    `parameters` is overwritten on all ranks.
+    gradient: this rank's, already times its weight, (n,) as `parameters`. server: a group rank, the only one with
+    optimizer states; update(parameters, summed gradient) is called there. `parameters` is overwritten on all ranks.
     """
     if group.rank != server:
         send(gradient, server, group)
@@ -97,7 +97,7 @@ class Server:
         return answers
 
     def is_due(self, worker: int, request: Pull | Push) -> bool:
-        """Whether the bound allows an answer now."""
+        """Whether the staleness bound allows the server to answer this request now. Changes nothing."""
         if self.bound is None:
             return True
         if isinstance(request, Push):  # a worker that has yet to pull must not see too far into its future

@@ -132,10 +132,10 @@ class RingAttention(Function):
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, zigzag: bool = True) -> Tensor:
-    """Collective: return causal attention over the whole sequence, (b, heads, s / n, d).
+    """Collective: return causal attention over the whole sequence, (b, heads, s / n, d), on n ranks.
 
-    query: (b, heads, s / n, d). key, value: (b, kv_heads, s / n, d); a head that serves several query heads is
-    repeated. Computed in at least float32, as the blocks' contributions are added up.
+    query: (b, heads, s / n, d). key, value: (b, kv_heads, s / n, d), on which several heads of `query` may depend. All
+    have the positions of this rank in `positions_by_rank(s, n, zigzag)`. Computed in at least float32.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

@@ -109,7 +109,7 @@ class TiedGradient:
         self.total = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take one micro-batch's local gradient of any parameter."""
+        """Add a micro-batch's gradient of the shared embedding to its sum; pass any other on to the reducer."""
         if name == self.name:
             self.total += gradient
         else:

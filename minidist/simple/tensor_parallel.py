@@ -62,11 +62,11 @@ class Region:
         return sum_over_ranks(x, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: gather the input of a layer; reduce its gradient."""
+        """Return the input of a layer, `gather(x)`; backward returns `reduce` of its gradient. Collective."""
         return RegionOperator.apply(x, self.gather, self.reduce)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Collective in forward or backward: reduce the results of a layer; gather their gradient."""
+        """Return the sum of the ranks' results, `reduce(x)`; backward returns `gather` of its gradient. Collective."""
         return RegionOperator.apply(x, self.reduce, self.gather)
 
 

@@ -167,7 +167,7 @@ class Trainer:
         self._notify("on_note", line)
 
     def note_failed_write(self, what: str, error: OSError) -> None:
-        """Send the observers a note that `what`, such as a file, cannot be written. The first time only."""
+        """Send the observers a note that `what`, such as a file, cannot be written: one note for each `what`."""
         if what not in self._unwritable:
             self._unwritable.add(what)
             self.send_note(f"{what} cannot be written: {error.strerror or error}. The run goes on without it.")

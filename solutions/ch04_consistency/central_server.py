@@ -60,8 +60,8 @@ def sharded_step(parameters: Tensor, gradient: Tensor, update: Update, group: Gr
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
     """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
-    gradient: this rank's, times its weight w_i. update: called on the server, the only rank with optimizer states.
-    `parameters` is overwritten on all ranks.
+    gradient: this rank's, already times its weight, (n,) as `parameters`. server: a group rank, the only one with
+    optimizer states; update(parameters, summed gradient) is called there. `parameters` is overwritten on all ranks.
     """
     if group.rank != server:
         send(gradient, server, group)

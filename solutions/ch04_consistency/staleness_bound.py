@@ -72,7 +72,7 @@ class Server:
         return answers
 
     def is_due(self, worker: int, request: Pull | Push) -> bool:
-        """Whether the bound allows an answer now."""
+        """Whether the staleness bound allows the server to answer this request now. Changes nothing."""
         if self.bound is None:
             return True
         if isinstance(request, Push):  # a worker that has yet to pull must not see too far into its future

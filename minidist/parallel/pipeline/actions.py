@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def last_action_kind(self) -> str:
-        """Kind of the last action of a micro-batch on a chunk, which frees its activations: "W", or "B" without W."""
+        """Kind of the action that frees a micro-batch's activations on a chunk: "W", or "B" if it is not split."""
         return "W" if self.splits_backward else "B"
 
     def position(self, stage: int, chunk: int) -> int:

@@ -23,9 +23,10 @@ from minidist.train.engine import Engine
 
 
 class ParityEngine:
-    """The fast trainer's engine, trained by a parity case. model: the unsplit model, which is split in place.
+    """The fast trainer's engine, as a parity case trains it. model: the unsplit model, which is split in place.
 
-    specs, master_specs: of this rank's parameters, and of its elements of the masters, by name.
+    Attributes: specs, the `ParamSpec` of each parameter on this rank by name, and master_specs, those of the elements
+    of each master that this rank updates.
     """
 
     def __init__(self, model: nn.Module, groups: Groups, config: Config):

@@ -309,7 +309,7 @@ class LiveRecovery(Recovery):
         self._held, self._live = [], []  # all ranks have loaded theirs
 
     def on_step(self, trainer: Trainer) -> None:
-        """Copy the training state into the memory of the ranks every `memory_every` steps (collective).
+        """Collective: every `memory_every` steps, copy this rank's training state to the host memory of partner ranks.
 
         The first step after a failure also sends a note with the time since the failure.
         """

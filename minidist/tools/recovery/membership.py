@@ -106,7 +106,7 @@ class Membership:
     A process of the run is a member; the members that train together form a `Generation`. store: the launcher serves
     it. member: the number of this process. initial_members: how many processes the run starts with. count_ranks:
     returns how many of a number of live members the mesh can use as ranks; 0 if they cannot fill it. timeout_s: how
-    long to wait for a live member, in seconds. deaths: the deaths recorded so far, by member.
+    long to wait for a live member, in seconds. Attribute: deaths, those recorded so far, by member.
     """
 
     def __init__(

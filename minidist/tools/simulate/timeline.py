@@ -31,8 +31,9 @@ class StageTimes:
     def action_durations(self, schedule: Schedule) -> dict[str, list[float]]:
         """Return the duration of each action of one micro-batch: {"F", "B" or "W": one duration per model chunk}.
 
-        Model chunks are in the order of forward; "B" is the whole backward if the schedule does not split it. Raises
-        UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
+        Durations have the unit of the fields. Model chunks are in the order of forward; "B" is the whole backward if
+        the schedule does not split it. Raises UserError for invalid times, and for a field that is a list of neither
+        one time per stage nor one per chunk.
         """
         if not _is_valid_duration(self.comm):
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")

@@ -172,6 +172,11 @@ def test_a_test_that_fails_once_is_flaky_unless_a_value_was_wrong(tmp_path, time
         assert "the second, alone, passed:" in output and "1 passed" in output
 
 
+def test_a_file_that_cannot_be_imported_makes_the_suite_red(tmp_path):
+    status, output = run_suite(tmp_path, "import no_such_module", "-p", "tests.helpers.flaky", "--rerun-flaky")
+    assert status != 0 and "1 error" in output, output
+
+
 def test_sigint_works_although_the_caller_ignores_it():
     code = "import signal; from tests import conftest; print(signal.getsignal(signal.SIGINT).__name__)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -7,8 +7,8 @@ import pytest
 from exercises import condition_report, generated_mistakes
 from exercises.answers import read_answers
 from exercises.catalogue import Catalogue
-from exercises.check import check
-from exercises.condition_report import TEST, run_conditions
+from exercises.check import CONDITIONS_TEST, check
+from exercises.condition_report import run_conditions
 from exercises.conditions import KEPT, USUAL
 
 CATALOGUE = Catalogue()
@@ -40,7 +40,7 @@ def test_conditions_notice_what_the_exercise_does_not_test(server, tmp_path, mon
     monkeypatch.setattr(generated_mistakes, "_IN_FUNCTIONS", {mistake: generated_mistakes._IN_FUNCTIONS[mistake]})
     monkeypatch.setattr(generated_mistakes, "_IN_COLLECTIVES", {})
     [outcome] = generated_mistakes.try_mistakes(CATALOGUE["local_sgd"], server, tmp_path)
-    assert outcome.killed_by == TEST
+    assert outcome.killed_by == CONDITIONS_TEST
 
 
 @pytest.mark.exhaustive

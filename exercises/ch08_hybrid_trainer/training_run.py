@@ -8,8 +8,9 @@ consumed_samples): the number of completed steps, and of the samples that they h
 
 step: takes step number progress.step (from 0) of train.steps on the next train.global_batch samples, with its learning
 rate and with the weight of this rank's data shard in data.weights, or 1 if that is None. If the decision is not finite,
-raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless
-scaler.overflows_persist. Every other step counts, with its samples, also if all ranks have skipped the update.
+raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless too
+many have come in a row, scaler.overflows_persist. Every step after which the run goes on counts, with its samples, also
+if all ranks have skipped the update.
 
 run: repeats `step` until train.steps are completed or a stop is agreed. After each step, in this order:
     notify("on_step", self, decision)
@@ -23,8 +24,8 @@ last step; notify("on_end", self, summary). The summary is the result: {"step": 
 run ended before the last step, "folder": str(self.folder)}, with "held_out_loss" if there was this last evaluation.
 
 agree_on_stop: returns whether any rank asks for the end of the run, the same on all ranks. If replicas train separately
-(self.engine.merger is not None), `decision` has the requests of one replica only: all ranks then ask each other when
-merger.num_different_models is 1, and go on if it is not.
+(self.engine.merger is not None), `decision` has the requests of one replica only. The run then goes on while
+merger.num_different_models is above 1; when it is 1, all ranks gather self.is_stop_requested() from one another.
 
 evaluate: returns the mean loss of all held-out samples, each of them once. All ranks together have at most
 max(1, global_batch // micro_batches) samples in a micro-batch. Then notify("on_evaluation", progress.step,

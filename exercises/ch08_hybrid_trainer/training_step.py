@@ -41,14 +41,15 @@ calls of the merger, and parameters that are the rounded merged masters, also if
 You may call:
     count_tokens(numbers, weight, group) -> float   collective; groups["grads"]; batch.num_loss_tokens   of one batch
     agree_on_step(loss, squared_norm, stop_requested, num_tokens, scaler, group) -> Decision   collective: exercise 6.3
+    decision.update_successful   whether all ranks update; decision.grad_norm   of the global gradient
     self.run_layers(batch, step, hidden) -> hidden states, or after the last layer (sum of token losses, their number);
         hidden: those of the previous stage, None on the first one
     self.take_tokens(batch) -> Batch, self.empty_hidden(batch) -> Tensor, self.scale_gradients(factor)   of all masters
     self.is_loss_counted   whether this rank, of those that compute the same loss, is the one that reports it
-    self.find_empty(batches) -> set   the indices of micro-batches without samples, which all of a pipeline may skip
+    self.find_empty(batches) -> set   indices of micro-batches without samples, which this data shard's ranks may skip
     self.model.train()   training mode; master.grad   the summed gradient, None if no rank has used the parameter
     self.reducer.clear(), .gather_root(), .end_micro_batch(), .finish(), .update_parameters()   chapters 01 and 05:
-        before a step, before forward, after each micro-batch's backward, after the last one, and after the update
+        before a step, before its first forward, after each micro-batch's backward, after the last one, after the update
     self.parallel.pipeline.run(run_stage, empty_hidden, skip, on_backward_done)   run_stage(index, hidden) returns
         hidden states, or the loss to run backward from; empty_hidden(index) -> Tensor; on_backward_done()   after each
     self.parallel.tied.finish()   after the last backward; self.merger.after_step(step, num_tokens) -> bool: it merged

@@ -8,9 +8,9 @@ consumed_samples): the number of completed steps, and of the samples that they h
 
 step: takes step number progress.step (from 0) of train.steps on the next train.global_batch samples, with its learning
 rate and with the weight of this rank's data shard in data.weights, or 1 if that is None. If the decision is not finite,
-raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless too
-many have come in a row, scaler.overflows_persist. Every step after which the run goes on counts, with its samples, also
-if all ranks have skipped the update.
+raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless
+scaler.overflows_persist, after too many consecutive ones. Every step after which the run goes on counts, with its
+samples, also if all ranks have skipped the update.
 
 run: repeats `step` until train.steps are completed or a stop is agreed. After each step, in this order:
     notify("on_step", self, decision)
@@ -35,8 +35,8 @@ save: saves a checkpoint. Then rank 0 deletes old ones; if that fails, all ranks
 path).
 
 Example: train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3. Digests are compared after steps 2, 3, 4, 6
-    and 7, evaluations are after 3 and 6 and once at the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end
-    in step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
+and 7, evaluations are after 3 and 6 and once at the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end in
+step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
 
 Checked: losses and held-out loss of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights,
 7 samples per step and another learning rate in each; the held-out loss and the sizes of micro-batches on 1 and 3 ranks,

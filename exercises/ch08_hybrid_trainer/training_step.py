@@ -24,9 +24,9 @@ clip_and_step_optimizer: if config.optim.clip_norm is not None and grad_norm is 
 clip_norm / (grad_norm + 1e-6); then runs the optimizer with the learning rate lr.
 
 Example: two data-parallel ranks of weight 1 have 3 and 1 tokens, with loss sums 6.0 and 4.0. The count is 4, the parts
-    of the loss are 1.5 and 1.0, and the loss is 2.5. The mean of the two means would be 3.0.
-    If the summed gradient of the only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm is 5. With
-    clip_norm 1 the optimizer gets about [0.6, 0.8].
+of the loss are 1.5 and 1.0, and the loss is 2.5. The mean of the two means would be 3.0. If the summed gradient of the
+only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm is 5. With clip_norm 1 the optimizer gets about
+[0.6, 0.8].
 
 Checked: loss, count, gradients, norm and parameters of two or three steps on 1, 2 and 4 ranks, against one process in
 float64: data shards with different samples and weights, one of them without samples; each mesh axis by itself and two

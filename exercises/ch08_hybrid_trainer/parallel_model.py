@@ -20,7 +20,7 @@ in `specs`. The attributes pipeline, tied and scaler are None until you set them
 connect_backward: every gradient of a parameter that is not frozen goes to one function add(name, gradient). It is the
 reducer's; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer, unless the
 embedding is frozen. With more than one stage it also makes the executor, with this stage's actions, the parameters
-that are not frozen, and `add`.
+that are not frozen, and `add`, which a split backward calls itself, as the hooks do not run in it.
 
 Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, with 1F1B and 2 micro-batches. On rank 3
     layers is range(2, 4), and pipeline.actions is [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
@@ -30,10 +30,10 @@ Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, wi
 Checked: loss, gradients, gradient norm and parameters of a step, with ranks that begin with other values, against one
 process in float64: on 1 rank with recomputation; on 2 with each schedule, tied and untied, ring attention and
 Ulysses, sequence parallelism, more tensor-parallel ranks than key-value heads, ZeRO 1 to 3; on 4 with two of these at
-a time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are; names, boxes and replicas in specs
-and master_specs; the executor's actions; that .grad of 16-bit parameters stays None in backward; that blocks run
-twice with recomputation and once without; the tokens that a norm sees; and dtypes: with bf16 and fp16 parameters in
-16 bits, and masters in float32 with rank 0's exact values.
+a time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are, a tied embedding among them; names,
+boxes and replicas in specs and master_specs; the executor's actions; that .grad of 16-bit parameters stays None in
+backward; that blocks run twice with recomputation and once without; the tokens that a norm sees; and dtypes: with bf16
+and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact values.
 
 You may call:
     broadcast_model(model, group)   all ranks get the values of rank 0 of the group; groups["control"] has all ranks
@@ -46,7 +46,7 @@ You may call:
     make_reducer(model, layers, masters, groups, config)   of ZeRO, too; LossScaler(config.precision)
     describe_shards(specs, reducer, groups)   the specs of a ZeRO reducer's masters; register_gradient_hooks(named, add)
     TiedGradient(EMBEDDING, parameter, group, add)   adds to `add` when both stages are done; has a method add
-    gpipe(num_stages, num_micro_batches), one_f_one_b(...) -> list of each stage's actions; split_backward(actions)
+    gpipe(num_stages, num_micro_batches), one_f_one_b(...) -> [actions of stage 0, ...]; split_backward(actions)
     PipelineExecutor(actions, activations, gradients, named, add)   the groups of these names; named: {name: parameter}
 
 Check it with: python -m exercises check parallel_model

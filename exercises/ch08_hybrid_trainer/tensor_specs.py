@@ -20,9 +20,9 @@ parameter, `places` (5.2) is {name: (slice of the shard, offset of its first ele
 Result: {name: ParamSpec} for all names in places: the boxes of the range in the global tensor, in memory order, and, of
 the ranks with the same parameter, those with this rank's dp and cp coordinates, which have the same range of it.
 
-Example: box (4, 0) to (8, 3) of the embedding is this rank's, and (slice(0, 5), 2) its place: elements 2 to 6 of 12,
-    row 0 from column 2 on, row 1, and column 0 of row 2, 4 rows further down in the global tensor: boxes
-    (4, 2) to (5, 3), (5, 0) to (6, 3), (6, 0) to (7, 1)
+Example: box (4, 0) to (8, 3) of the embedding is this rank's, and (slice(0, 5), 2) its place: elements 2 to 6 of 12.
+These are row 0 from column 2 on, row 1, and column 0 of row 2, 4 rows further down in the global tensor: the boxes
+(4, 2) to (5, 3), (5, 0) to (6, 3), and (6, 0) to (7, 1).
 
 Checked: name, shape, boxes and replicas, both tuples, of all specs, on 1 to 8 ranks with one to three axes; rows,
 columns, the last of three dimensions, vectors, scalars and buffers; 1 to 6 key-value heads; tied and untied embeddings

@@ -7,6 +7,7 @@ from exercises.testing import Wrong, expect, test
 from minidist.mesh import Mesh
 from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import LossScaler
+from minidist.simple.parallelize import EMBEDDING
 
 TIED = {"model__tie_embeddings": True}
 ONE_HEAD = {"model__num_kv_heads": 1}
@@ -19,6 +20,7 @@ LAYOUTS = {
         ("pipeline, GPipe", {"pp": 2}, {"parallel__schedule": "gpipe"}),
         ("pipeline, 1F1B, tied embedding", {"pp": 2}, TIED),
         ("pipeline, split backward, tied embedding", {"pp": 2}, {"parallel__schedule": "zb-h1", **TIED}),
+        ("pipeline, tied embedding, which is frozen", {"pp": 2}, TIED),
         ("tensor parallelism, tied embedding", {"tp": 2}, TIED),
         ("sequence parallelism, one key-value head", {"tp": 2}, {"parallel__sequence": True, **ONE_HEAD}),
         ("ring attention", {"cp": 2}, {}),
@@ -54,7 +56,7 @@ def trains_as_one_process(answer, world, layouts, steps=1):
     """Train in each layout; compare with one process."""
     for case, mesh, changes in layouts:
         config = make_config(mesh, **changes)
-        frozen = FROZEN if "ZeRO" not in case else ()
+        frozen = () if "ZeRO" in case else (*FROZEN, EMBEDDING) if "which is frozen" in case else FROZEN
         parallel, groups = build(answer, world, config, frozen)
         shards = Shards.of(config, groups.mesh.dp)
         run = Run(Engine(parallel, groups, config), parallel, groups, shards)

@@ -9,7 +9,8 @@ consumed_samples): the number of completed steps, and of the samples that they h
 step: takes step number progress.step (from 0) of train.steps on the next train.global_batch samples, with its learning
 rate and with the weight of this rank's data shard in data.weights, or 1 if that is None. If the decision is not finite,
 raises RunError and leaves progress as it was. There is one exception: after an overflow the run goes on, unless
-scaler.overflows_persist. Every other step counts, with its samples, also if all ranks have skipped the update.
+scaler.overflows_persist, after too many consecutive ones. Every step after which the run goes on counts, with its
+samples, also if all ranks have skipped the update.
 
 run: repeats `step` until train.steps are completed or a stop is agreed. After each step, in this order:
     notify("on_step", self, decision)
@@ -23,8 +24,8 @@ last step; notify("on_end", self, summary). The summary is the result: {"step": 
 run ended before the last step, "folder": str(self.folder)}, with "held_out_loss" if there was this last evaluation.
 
 agree_on_stop: returns whether any rank asks for the end of the run, the same on all ranks. If replicas train separately
-(self.engine.merger is not None), `decision` has the requests of one replica only: all ranks then ask each other when
-merger.num_different_models is 1, and go on if it is not.
+(self.engine.merger is not None), `decision` has the requests of one replica only. The run then goes on while
+merger.num_different_models is above 1; when it is 1, all ranks gather self.is_stop_requested() from one another.
 
 evaluate: returns the mean loss of all held-out samples, each of them once. All ranks together have at most
 max(1, global_batch // micro_batches) samples in a micro-batch. Then notify("on_evaluation", progress.step,
@@ -34,8 +35,8 @@ save: saves a checkpoint. Then rank 0 deletes old ones; if that fails, all ranks
 path).
 
 Example: train.steps 7, checkpoint.every 3, digest_every 2, eval_every 3. Digests are compared after steps 2, 3, 4, 6
-    and 7, evaluations are after 3 and 6 and once at the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end
-    in step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
+and 7, evaluations are after 3 and 6 and once at the end, checkpoints after 3, 6 and 7. If rank 1 asks for the end in
+step 5, digests and a checkpoint follow step 5 on all ranks, and {"step": 5, "stopped": True, ...} is returned.
 
 Checked: losses and held-out loss of a run against one process in float64, on 1, 2 and 4 ranks, with shares and weights,
 7 samples per step and another learning rate in each; the held-out loss and the sizes of micro-batches on 1 and 3 ranks,

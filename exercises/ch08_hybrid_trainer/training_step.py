@@ -24,9 +24,9 @@ clip_and_step_optimizer: if config.optim.clip_norm is not None and grad_norm is 
 clip_norm / (grad_norm + 1e-6); then runs the optimizer with the learning rate lr.
 
 Example: two data-parallel ranks of weight 1 have 3 and 1 tokens, with loss sums 6.0 and 4.0. The count is 4, the parts
-    of the loss are 1.5 and 1.0, and the loss is 2.5. The mean of the two means would be 3.0.
-    If the summed gradient of the only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm is 5. With
-    clip_norm 1 the optimizer gets about [0.6, 0.8].
+of the loss are 1.5 and 1.0, and the loss is 2.5. The mean of the two means would be 3.0. If the summed gradient of the
+only parameter is [3, 4], each rank's squared_norm is 12.5, and the norm is 5. With clip_norm 1 the optimizer gets about
+[0.6, 0.8].
 
 Checked: loss, count, gradients, norm and parameters of two or three steps on 1, 2 and 4 ranks, against one process in
 float64: data shards with different samples and weights, one of them without samples; each mesh axis by itself and two
@@ -41,14 +41,15 @@ calls of the merger, and parameters that are the rounded merged masters, also if
 You may call:
     count_tokens(numbers, weight, group) -> float   collective; groups["grads"]; batch.num_loss_tokens   of one batch
     agree_on_step(loss, squared_norm, stop_requested, num_tokens, scaler, group) -> Decision   collective: exercise 6.3
+    decision.update_successful   whether all ranks update; decision.grad_norm   of the global gradient
     self.run_layers(batch, step, hidden) -> hidden states, or after the last layer (sum of token losses, their number);
         hidden: those of the previous stage, None on the first one
     self.take_tokens(batch) -> Batch, self.empty_hidden(batch) -> Tensor, self.scale_gradients(factor)   of all masters
     self.is_loss_counted   whether this rank, of those that compute the same loss, is the one that reports it
-    self.find_empty(batches) -> set   the indices of micro-batches without samples, which all of a pipeline may skip
+    self.find_empty(batches) -> set   indices of micro-batches without samples, which this data shard's ranks may skip
     self.model.train()   training mode; master.grad   the summed gradient, None if no rank has used the parameter
     self.reducer.clear(), .gather_root(), .end_micro_batch(), .finish(), .update_parameters()   chapters 01 and 05:
-        before a step, before forward, after each micro-batch's backward, after the last one, and after the update
+        before a step, before its first forward, after each micro-batch's backward, after the last one, after the update
     self.parallel.pipeline.run(run_stage, empty_hidden, skip, on_backward_done)   run_stage(index, hidden) returns
         hidden states, or the loss to run backward from; empty_hidden(index) -> Tensor; on_backward_done()   after each
     self.parallel.tied.finish()   after the last backward; self.merger.after_step(step, num_tokens) -> bool: it merged

@@ -164,7 +164,7 @@ def connect_backward(parallel: ParallelModel, groups: Groups, config: Config) ->
     """Register hooks that pass gradients to the reducer as backward computes them; build the pipeline's executor."""
     parameters = {name: p for name, p in named_parameters(parallel.model).items() if p.requires_grad}
     add = parallel.reducer.add
-    if "tied" in groups:  # on the first and the last stage
+    if "tied" in groups and EMBEDDING in parameters:  # on the first and the last stage, unless it is frozen
         parallel.tied = TiedGradient(EMBEDDING, parameters[EMBEDDING], groups["tied"], add)
         add = parallel.tied.add
     register_gradient_hooks(parameters, add)

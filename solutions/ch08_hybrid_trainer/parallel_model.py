@@ -24,6 +24,8 @@ Usual wrong answers:
 * gives every rank the first stage
 * gives the executor the reducer's add: with a split backward the tied gradient gets nothing
 * gives every stage the actions of the first
+* looks for the tied embedding among the parameters that are not frozen
+* makes a TiedGradient of a frozen embedding: the reducer gets a gradient of a parameter that it does not know
 * leaves the gradients of a shared key-value head partial
 * gives hooks the reducer's add: the tied gradient gets nothing
 * makes the masters of the unsplit tensors, which no forward reads
@@ -75,7 +77,7 @@ def connect_backward(parallel: ParallelModel, groups: Groups, config: Config) ->
     """Register hooks that pass gradients to the reducer as backward computes them; build the pipeline's executor."""
     parameters = {name: p for name, p in named_parameters(parallel.model).items() if p.requires_grad}
     add = parallel.reducer.add
-    if "tied" in groups:  # on the first and the last stage
+    if "tied" in groups and EMBEDDING in parameters:  # on the first and the last stage, unless it is frozen
         parallel.tied = TiedGradient(EMBEDDING, parameters[EMBEDDING], groups["tied"], add)
         add = parallel.tied.add
     register_gradient_hooks(parameters, add)

@@ -50,6 +50,7 @@ Usual wrong answers:
 * leaves out the samples that do not fill a micro-batch
 * replicas stop between merges, each for itself
 * does not send this rank's request
+* gathers the requests from before the step: one that comes during it has to wait for the next merge
 * saves the number of the next step
 * compares digests after the save: a damaged replica is in the checkpoint
 * saves where no run looks for checkpoints

@@ -204,13 +204,13 @@ def print_results(results: Sequence[PairResult], console: Console) -> None:
         table = Table(title=title, title_justify="left")
         for column in ("minidist", "baseline"):
             table.add_column(column, no_wrap=True)
-        for column in ("minidist ms", "baseline ms", "ratio [95 %]", "CPU ratio", "MiB", "baseline MiB", "target"):
+        for column in ("ms, both", "ratio [95 %]", "CPU", "peak MiB, both", "target"):
             table.add_column(column, justify="right", no_wrap=True)
         for result in (result for result in results if result.layout == title):
-            milliseconds = (f"{seconds * 1e3:.1f}" for seconds in (result.ours_s, result.baseline_s))
+            milliseconds = f"{result.ours_s * 1e3:.1f} / {result.baseline_s * 1e3:.1f}"
             ratios = (str(result.ratio), f"{result.cpu_ratio.median:.3f}")
-            mebibytes = (format_mib(size) for size in (result.ours_bytes, result.baseline_bytes))
-            table.add_row(result.ours, result.baseline, *milliseconds, *ratios, *mebibytes, result.verdict)
+            mebibytes = f"{format_mib(result.ours_bytes)} / {format_mib(result.baseline_bytes)}"
+            table.add_row(result.ours, result.baseline, milliseconds, *ratios, mebibytes, result.verdict)
         console.print(table)
 
 

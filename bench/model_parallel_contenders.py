@@ -114,6 +114,7 @@ class OneProcess:
 
     def __init__(self, work: Workload, world: World):
         self.rank, self.trainer = world.rank, NoCommunication(ContenderContext(work, "full", world))
+        self.trainer.size = 1  # no average over ranks follows backward, so the loss is not multiplied by their number
         self.kernel = self.trainer.kernel
 
     def step(self, batch_range):

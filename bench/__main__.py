@@ -12,7 +12,7 @@ from minidist.tools.launch import RankServer
 COMMANDS = {
     "dp": ("compare_dp", "compare data parallelism with torch DDP, DeepSpeed and FairScale"),
     "zero": ("compare_zero", "compare ZeRO stages 1, 2 and 3 with torch FSDP2, DeepSpeed and FairScale"),
-    "model": ("compare_model_parallel", "compare tensor and pipeline parallelism with torch DTensor and pipelining"),
+    "model": ("compare_model_parallel", "compare tensor and pipeline parallelism with torch's; context parallelism"),
     "comm": ("compare_backends", "compare minidist's shared-memory backend shm with gloo"),
     "recover": ("compare_recovery", "time from the death of a rank to the next step of the others (live recovery)"),
     "save": ("compare_saves", "compare checkpoints with torch's distributed checkpoint"),

@@ -1,4 +1,8 @@
-"""`python -m bench model`: compare tensor and pipeline parallelism with torch's DTensor and pipelining."""
+"""`python -m bench model`: step time and peak memory of tensor, pipeline and context parallelism.
+
+The fast and the simple engine are compared with torch's DTensor and pipelining, and where torch has no counterpart that
+runs on the CPU, with one process and with training without communication.
+"""
 
 import argparse
 import dataclasses
@@ -9,11 +13,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import command_line
+from bench import command_line, peak_memory
 from bench.bootstrap import ConfidenceInterval
 from bench.compare_contenders import StepTimes, require_same_kernel
+from bench.contender_report import format_mib
+from bench.contenders import NO_COMMUNICATION
 from bench.environment import THREADS_PER_RANK, describe_machine, describe_workload
-from bench.model_parallel_contenders import TENSOR_PARALLEL, BatchRange, Makers, pipeline_makers
+from bench.model_parallel_contenders import (
+    ONE_PROCESS,
+    TENSOR_PARALLEL,
+    BatchRange,
+    Makers,
+    context_parallel_makers,
+    mesh_makers,
+    pipeline_makers,
+)
 from bench.time_contenders import TOLERANCE, single_process_steps, time_in_turns
 from bench.workload import Workload
 from minidist.comm import GroupSpec, World, bind
@@ -22,14 +36,25 @@ from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+# The meshes that are measured. On a mesh with one axis, each variant of that axis is a contender.
+MESHES = (
+    *(Mesh(**{axis: ranks}) for ranks in (2, 4) for axis in ("tp", "pp", "cp")),
+    *(Mesh(pp=2, tp=2), Mesh(cp=2, tp=2), Mesh(pp=2, cp=2)),
+)
 # Upper limits of minidist's step time over the baseline's: (contender, baseline, backend or None for any) -> limit.
-# There is none for the simple engine.
+# There is none for the simple engine, for context parallelism and for meshes with several axes.
 MAX_RATIOS = {
     ("tp", "DTensor", None): 0.90,
-    ("tp", "half the batch", "shm"): 1.15,
+    ("tp", NO_COMMUNICATION, "shm"): 1.15,
     ("tp sequence", "DTensor sequence", None): 0.85,
     **{(schedule, f"torch {schedule}", None): 0.95 for schedule in SCHEDULES},
     **{(f"{name} simple", name, None): None for name in ("tp", "tp sequence", "gpipe", "1f1b")},
+    **{(f"{name} simple", name, None): None for name in ("ring", "ulysses", "mesh")},
+    **{
+        (name, baseline, None): None
+        for name in ("ring", "ring simple", "ulysses", "ulysses simple", "mesh", "mesh simple")
+        for baseline in (ONE_PROCESS, NO_COMMUNICATION)
+    },
     ("tp simple", "DTensor", None): None,
     ("tp sequence simple", "DTensor sequence", None): None,
     **{(f"{schedule} simple", f"torch {schedule}", None): None for schedule in ("gpipe", "1f1b")},
@@ -38,40 +63,59 @@ MAX_RATIOS = {
 
 @dataclass(frozen=True)
 class BenchLayout:
-    """Ranks, backend and micro-batches of one benchmark run; 1 micro-batch means tensor parallelism, else pipelines."""
+    """Mesh and backend of one benchmark run."""
 
-    ranks: int
+    mesh: Mesh
     backend: str
-    micro_batches: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of more than one rank, with their sizes."""
+        return {axis: size for axis, size in self.mesh.sizes.items() if size > 1}
+
+    @property
+    def name(self) -> str:
+        """Name of the mesh, for the option `--only`, such as "tp2" or "pp2-tp2"."""
+        return "-".join(f"{axis}{size}" for axis, size in self.axes.items())
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step: two per pipeline stage; 1 without pipeline."""
+        return 2 * self.mesh.pp if self.mesh.pp > 1 else 1
 
     @property
     def title(self) -> str:
-        """Description for tables and messages, such as "tensor parallel, 2 ranks, gloo"."""
-        if self.micro_batches == 1:
-            return f"tensor parallel, {self.ranks} ranks, {self.backend}"
-        return f"pipeline, {self.ranks} stages, {self.micro_batches} micro-batches, {self.backend}"
+        """Description for tables and messages, such as "pp2, 4 micro-batches, gloo"."""
+        micro_batches = f"{self.micro_batches} micro-batches, " if self.micro_batches > 1 else ""
+        return f"{self.name}, {micro_batches}{self.backend}"
 
     def makers(self) -> Makers:
         """Return the constructors of the contenders, by name."""
-        if self.micro_batches == 1:
+        if len(self.axes) > 1:
+            return mesh_makers(self.mesh, self.micro_batches)
+        if self.mesh.tp > 1:
             return TENSOR_PARALLEL
+        if self.mesh.cp > 1:
+            return context_parallel_makers()
         by_schedule = [pipeline_makers(schedule, self.micro_batches) for schedule in SCHEDULES]
         return {name: make for makers in by_schedule for name, make in makers.items()}
 
     def adapt_workload(self, work: Workload) -> Workload:
         """Add layers if necessary: interleaved 1F1B over four stages needs eight."""
-        if self.micro_batches == 1:
+        if self.mesh.pp == 1:
             return work
-        layers = max(work.model.num_layers, 2 * self.ranks)
+        layers = max(work.model.num_layers, 2 * self.mesh.pp)
         return dataclasses.replace(work, model=dataclasses.replace(work.model, num_layers=layers))
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """Step times of a minidist contender and its baseline in one layout.
+    """Step times and peak memory of a minidist contender and its baseline in one layout.
 
     ours_s, baseline_s: median seconds per step. ratio, cpu_ratio: minidist's over the baseline's wall time, and CPU
     time of all ranks, which a busy machine disturbs less. max_ratio: upper limit of `ratio`; None if there is none.
+    ours_bytes, baseline_bytes: peak of tensors and shared-memory segments on the rank with the highest peak (see
+    `peak_memory`); None if not measured.
     """
 
     layout: str
@@ -82,6 +126,8 @@ class PairResult:
     ratio: ConfidenceInterval
     cpu_ratio: ConfidenceInterval
     max_ratio: float | None
+    ours_bytes: int | None = None
+    baseline_bytes: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -98,10 +144,8 @@ def check_and_time(world: World, layout: BenchLayout, work: Workload, rounds: in
     differs by more than TOLERANCE.
     """
     group = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
-    work = layout.adapt_workload(work)
     contenders = {name: make(work, world) for name, make in layout.makers().items()}
-    loader, size, references = work.build_loader(), work.global_batch, single_process_steps(work)
-    batches = [BatchRange(loader, step * size, size) for step in range(work.distinct_batches)]
+    batches, references = global_batches(work), single_process_steps(work)
     for name, contender in contenders.items():
         for i, reference in enumerate(references):
             loss_and_norm = contender.step(batches[i])
@@ -116,20 +160,41 @@ def check_and_time(world: World, layout: BenchLayout, work: Workload, rounds: in
     return timings, {name: contender.kernel for name, contender in contenders.items()}
 
 
+def global_batches(work: Workload) -> list[BatchRange]:
+    """Return the global batches of all steps, before they repeat."""
+    loader, size = work.build_loader(), work.global_batch
+    return [BatchRange(loader, step * size, size) for step in range(work.distinct_batches)]
+
+
+def measure_tensor_peak(world: World, layout: BenchLayout, name: str, work: Workload) -> int:
+    """On every rank: return this rank's peak memory in bytes while the contender `name` trains alone."""
+    make = layout.makers()[name]
+    return peak_memory.measure_peak_of_steps(lambda: make(work, world), global_batches(work))
+
+
 def compare_layout(
-    server: RankServer, layout: BenchLayout, work: Workload, rounds: int, steps: int
+    server: RankServer, layout: BenchLayout, work: Workload, rounds: int, steps: int, with_memory: bool = True
 ) -> list[PairResult]:
-    """Run all contenders of one layout on fresh ranks; return one result per pair of minidist and baseline."""
+    """Run all contenders of one layout on fresh ranks; return one result per pair of minidist and baseline.
+
+    Their memory is measured afterwards, each contender alone on fresh ranks.
+    """
+    work, ranks = layout.adapt_workload(work), layout.mesh.world_size
     launch_options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0, "backend": layout.backend}
-    by_rank = server.run(check_and_time, layout.ranks, (layout, work, rounds, steps), **launch_options).values
+    by_rank = server.run(check_and_time, ranks, (layout, work, rounds, steps), **launch_options).values
     require_same_kernel(by_rank[0][1])
     times, results = StepTimes([timings for timings, _ in by_rank], steps), []
+    peaks = {
+        name: max(server.run(measure_tensor_peak, ranks, (layout, name, work), **launch_options).values)
+        for name in (times.wall if with_memory else ())
+    }
     for (ours, baseline, backend), limit in MAX_RATIOS.items():
         if ours in times.wall and baseline in times.wall:
             ratios = [times.ratio(ours, baseline, clock) for clock in ("wall", "cpu")]
             medians = [float(np.median(times.wall[name])) for name in (ours, baseline)]
             max_ratio = limit if backend in (None, layout.backend) else None
-            results.append(PairResult(layout.title, ours, baseline, *medians, *ratios, max_ratio))
+            memory = peaks.get(ours), peaks.get(baseline)
+            results.append(PairResult(layout.title, ours, baseline, *medians, *ratios, max_ratio, *memory))
     return results
 
 
@@ -139,12 +204,13 @@ def print_results(results: Sequence[PairResult], console: Console) -> None:
         table = Table(title=title, title_justify="left")
         for column in ("minidist", "baseline"):
             table.add_column(column, no_wrap=True)
-        for column in ("minidist ms", "baseline ms", "ratio [95 %]", "CPU ratio", "target"):
+        for column in ("ms, both", "ratio [95 %]", "CPU", "peak MiB, both", "target"):
             table.add_column(column, justify="right", no_wrap=True)
         for result in (result for result in results if result.layout == title):
-            milliseconds = (f"{seconds * 1e3:.1f}" for seconds in (result.ours_s, result.baseline_s))
+            milliseconds = f"{result.ours_s * 1e3:.1f} / {result.baseline_s * 1e3:.1f}"
             ratios = (str(result.ratio), f"{result.cpu_ratio.median:.3f}")
-            table.add_row(result.ours, result.baseline, *milliseconds, *ratios, result.verdict)
+            mebibytes = f"{format_mib(result.ours_bytes)} / {format_mib(result.baseline_bytes)}"
+            table.add_row(result.ours, result.baseline, milliseconds, *ratios, mebibytes, result.verdict)
         console.print(table)
 
 
@@ -154,7 +220,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     server: launches the ranks; None starts a new rank server. work: None for the default workload.
     """
     description = (
-        "Compare minidist's tensor and pipeline parallelism with torch DTensor and torch.distributed.pipelining."
+        "Compare minidist's tensor and pipeline parallelism with torch DTensor and torch.distributed.pipelining, "
+        "and its context parallelism with one process."
     )
     parser = argparse.ArgumentParser("python -m bench model", description=description)
     add = parser.add_argument
@@ -162,27 +229,32 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     add("--rounds", type=int, default=20, metavar="N", help=rounds_help)
     add("--steps", type=int, default=2, metavar="N", help="training steps per turn (default: %(default)s)")
     add("--backend", choices=("gloo", "shm"), action="append", help="backend; may be repeated (default: both)")
-    stages_help = "pipeline stages, 2 to 4; 0 leaves pipelines out; may be repeated (default: 2 and 4)"
-    add("--stages", type=int, action="append", metavar="N", help=stages_help)
+    add("--ranks", type=int, action="append", metavar="N", help="2 or 4 ranks; may be repeated (default: both)")
+    names = ", ".join(BenchLayout(mesh, "").name for mesh in MESHES)
+    add("--only", action="append", metavar="MESH", help=f"only this mesh; may be repeated; one of: {names}")
+    add("--no-memory", action="store_true", help="do not measure memory, only time")
     command_line.add_output_options(parser, "model", "json")
     options = parser.parse_args(arguments)
     console, work = command_line.make_console(), work or Workload()
-    stages = [count for count in (options.stages if options.stages is not None else [2, 4]) if count]
     layouts = [
         layout
         for backend in options.backend or ("gloo", "shm")
-        for layout in (BenchLayout(2, backend), *(BenchLayout(count, backend, 2 * count) for count in stages))
+        for layout in (BenchLayout(mesh, backend) for mesh in MESHES)
+        if layout.mesh.world_size in (options.ranks or (2, 4)) and (not options.only or layout.name in options.only)
     ]
 
     def run(server: RankServer) -> None:
-        if options.rounds < 1 or options.steps < 1 or any(not 2 <= count <= 4 for count in stages):
-            raise UserError(
-                f"--rounds {options.rounds} --steps {options.steps} --stages {stages}: at least 1 round of 1 step, and "
-                f"2 to 4 stages, as the {work.global_batch} samples are divided into two micro-batches per stage"
-            )
+        if options.rounds < 1 or options.steps < 1:
+            raise UserError(f"--rounds {options.rounds} --steps {options.steps}: at least 1 round of 1 step")
+        chosen = {layout.mesh.world_size for layout in layouts} | {layout.name for layout in layouts}
+        for value in (*(options.ranks or ()), *(options.only or ())):
+            if value not in chosen:
+                raise UserError(f"--ranks or --only {value}: the meshes are {names}, and --only selects among --ranks")
         results: list[PairResult] = []
         for layout in layouts:
-            results += (new := compare_layout(server, layout, work, options.rounds, options.steps))
+            results += (
+                new := compare_layout(server, layout, work, options.rounds, options.steps, not options.no_memory)
+            )
             print_results(new, console)
         header = {
             "machine": describe_machine("gloo and shm"),

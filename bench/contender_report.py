@@ -59,15 +59,15 @@ def print_comparison(comparison: Comparison, verdicts: Iterable[str], console: C
             f"{np.median(result.cpu_s) * 1e3:.0f}",
             "-" if cpu_ratio is None else f"{cpu_ratio.median:.3f}",
             "-" if result.max_relative_error is None else f"{result.max_relative_error:.0e}",
-            _format_mib(result.tensor_bytes),
-            _format_mib(result.resident_bytes),
+            format_mib(result.tensor_bytes),
+            format_mib(result.resident_bytes),
         )
     console.print(table)
     for line in [*comparison.left_out, *verdicts]:
         console.print(line, soft_wrap=True, highlight=False, markup=False)  # [peers] is not markup
 
 
-def _format_mib(size: int | None) -> str:
+def format_mib(size: int | None) -> str:
     """Return bytes as MiB; "-" for None."""
     return "-" if size is None else f"{size / 2**20:.1f}"
 

@@ -1,7 +1,11 @@
-"""Contenders of `python -m bench model`: tensor and pipeline parallelism, by minidist and by torch.
+"""Contenders of `python -m bench model`: tensor, pipeline and context parallelism, by minidist and by torch.
 
 All contenders take the same training step, as a careful user of each library writes it: loss sum divided by the token
 count, gradient norm over all ranks, clipping, fused AdamW, loss known on every rank.
+
+Context parallelism has no contender by torch: on the CPU, `torch.distributed.tensor.experimental.context_parallel` of
+torch 2.13 raises NotImplementedError in attention ("_scaled_dot_product_flash_attention_for_cpu.default does not have a
+sharding strategy registered"). Its baseline is one process that trains alone.
 """
 
 from collections.abc import Callable
@@ -23,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bench.contenders import ContenderContext, NoCommunication
+from bench.contenders import NO_COMMUNICATION, ContenderContext, NoCommunication
 from bench.workload import RankBatch, Workload, optimizer_kernel
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, ParallelConfig, TrainConfig
@@ -34,6 +38,7 @@ from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallelize import assign_layers
 from minidist.tools.parity.engines import ParityEngine, SimpleParityEngine
 
+ONE_PROCESS = "one process"  # name of the contender `OneProcess`
 LossAndNorm = tuple[float, float]  # gradient norm before clipping
 
 
@@ -85,7 +90,7 @@ class SimpleMinidist(Minidist):
     engine_class = SimpleParityEngine
 
 
-class HalfBatch:
+class PartOfBatch:
     """Training without communication, each rank on its part of the batch: a lower bound on the step time."""
 
     exact = False
@@ -99,6 +104,24 @@ class HalfBatch:
         (batch,) = batch_range.loader.micro_batches(
             batch_range.position, batch_range.size, self.world.rank, self.world.size, 1
         )
+        return self.trainer.step(RankBatch(batch, batch.num_loss_tokens))
+
+
+class OneProcess:
+    """Rank 0 alone trains on the whole batch; the other ranks are idle."""
+
+    exact = False  # on the idle ranks, `step` has no loss to compare
+
+    def __init__(self, work: Workload, world: World):
+        self.rank, self.trainer = world.rank, NoCommunication(ContenderContext(work, "full", world))
+        self.trainer.size = 1  # no average over ranks follows backward, so the loss is not multiplied by their number
+        self.kernel = self.trainer.kernel
+
+    def step(self, batch_range):
+        """Train one step on a global batch; return loss and gradient norm before clipping, on rank 0 only."""
+        if self.rank > 0:
+            return None
+        batch = batch_range.global_batch()
         return self.trainer.step(RankBatch(batch, batch.num_loss_tokens))
 
 
@@ -240,7 +263,9 @@ class TorchPipeline:
         return loss.item(), norm.item()
 
 
-Makers = dict[str, Callable[[Workload, World], "Minidist | HalfBatch | TorchTensorParallel | TorchPipeline"]]
+Makers = dict[
+    str, Callable[[Workload, World], "Minidist | PartOfBatch | OneProcess | TorchTensorParallel | TorchPipeline"]
+]
 
 TENSOR_PARALLEL: Makers = {
     "tp": lambda work, world: Minidist(work, world, Mesh(tp=world.size), ParallelConfig()),
@@ -251,7 +276,7 @@ TENSOR_PARALLEL: Makers = {
     ),
     "DTensor": TorchTensorParallel,
     "DTensor sequence": lambda work, world: TorchTensorParallel(work, world, sequence=True),
-    "half the batch": HalfBatch,
+    NO_COMMUNICATION: PartOfBatch,
 }
 
 
@@ -267,3 +292,27 @@ def pipeline_makers(schedule: str, micro_batches: int) -> Makers:
             work, world, Mesh(pp=world.size), config, micro_batches
         )
     return makers
+
+
+BASELINES: Makers = {ONE_PROCESS: OneProcess, NO_COMMUNICATION: PartOfBatch}
+
+
+def context_parallel_makers() -> Makers:
+    """Return the constructors of minidist's context parallelism, ring and Ulysses, and of its baselines, by name."""
+    makers: Makers = dict(BASELINES)
+    for kind in ("ring", "ulysses"):
+        config = ParallelConfig(context=kind)
+        makers[kind] = lambda work, world, config=config: Minidist(work, world, Mesh(cp=world.size), config)
+        makers[f"{kind} simple"] = lambda work, world, config=config: SimpleMinidist(
+            work, world, Mesh(cp=world.size), config
+        )
+    return makers
+
+
+def mesh_makers(mesh: Mesh, micro_batches: int) -> Makers:
+    """Return the constructors of minidist's engines on a mesh of several axes, and of its baselines, by name."""
+    return {
+        "mesh": lambda work, world: Minidist(work, world, mesh, ParallelConfig(), micro_batches),
+        "mesh simple": lambda work, world: SimpleMinidist(work, world, mesh, ParallelConfig(), micro_batches),
+        **BASELINES,
+    }

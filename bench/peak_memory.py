@@ -9,11 +9,11 @@ does not include storages that a thread other than the training thread allocates
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.contenders import Contender, ContenderContext
-from bench.time_contenders import WARM_UP_STEPS
+from bench.time_contenders import WARM_UP_STEPS, Trainable
 from bench.workload import Workload
 from minidist.comm import World
 from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
@@ -58,9 +58,18 @@ def measure_tensor_peak(world: World, make: Callable[[ContenderContext], Contend
 
     make: builds the contender. mode: "full" or "bare" (see `contenders`).
     """
-    batches, segments_before = work.rank_batches(world.rank, world.size), shared_segment_bytes()
+    batches = work.rank_batches(world.rank, world.size)
+    return measure_peak_of_steps(lambda: make(ContenderContext(work, mode, world)), batches)
+
+
+def measure_peak_of_steps(build: Callable[[], Trainable], batches: Sequence) -> int:
+    """Return the peak in bytes, as `measure_tensor_peak` does, of any contender that trains on `batches`.
+
+    build: builds the contender, whose model and optimizer states are counted, too.
+    """
+    segments_before = shared_segment_bytes()
     with StoragePeak() as peak:
-        contender = make(ContenderContext(work, mode, world))
+        contender = build()
         for batch in batches[:WARM_UP_STEPS]:
             contender.step(batch)
         peak.reset_peak()

@@ -4,26 +4,28 @@ Write the executor of a pipeline: it runs the actions of this rank's stage, what
 states to the next stage and their gradients to the previous one. A send returns only when the other stage has posted
 its receive, and yet no two stages may wait for each other.
 
-Three methods: forward(i, ...) runs action ("F", i), backward(i, ...) runs ("B", i), and `run` all actions, but not
-those of the micro-batches in `skip`. weight_gradients(i) is there: it runs ("W", i) of a split backward, which is 2.11.
-run_stage(i, hidden) runs the stage's layers: hidden is the output of the previous stage, (b_i, s, h), None on stage 0.
-It returns the stage's output, (b_i, s, h), on the last stage the micro-batch's part of the loss, (). Micro-batches may
-have different sizes b_i; empty_hidden(i) returns a new tensor (b_i, s, h). Gradients of parameters go to `.grad`.
-self.activations and self.gradients are groups of all stages, in order: hidden states are sent in the first, their
-gradients in the second. If self.is_split, B calls backward_of_input(out, hidden, grad) in place of out.backward(grad),
-and stores grad in self.output_gradients[i] for weight_gradients. A micro-batch is in flight from F until the end of B,
-or of W if the backward is split: until then self.in_flight[i] holds the received hidden states (None on stage 0) and
-the output. Then `run` deletes it and calls on_backward_done(). Under torch.no_grad() nothing is in flight.
+You write three methods. forward(i, ...) runs action ("F", i), and backward(i, ...) runs ("B", i). `run` runs all
+actions except those of the micro-batches in `skip`, then waits for the sends that are left. weight_gradients(i) is
+given: it runs ("W", i) of a split backward (2.11).
+run_stage(i, hidden) runs the stage's layers. hidden: the previous stage's output, (b_i, s, h), or None on stage 0.
+Returns the stage's output, (b_i, s, h), or on the last stage the micro-batch's part of the loss, (). b_i may differ
+between micro-batches: empty_hidden(i) returns a new tensor (b_i, s, h) to receive hidden states or their gradient in.
+self.activations and self.gradients are groups of all stages, in order: send hidden states in the first, and their
+gradients in the second. Gradients of parameters go to `.grad`. If self.is_split, B calls
+backward_of_input(out, hidden, grad) in place of out.backward(grad), and stores grad in self.output_gradients[i].
+A micro-batch is in flight from its F to the end of its B, or of its W if the backward is split. Meanwhile
+self.in_flight[i] is the pair (hidden, out). Then `run` deletes the pair and calls on_backward_done().
+self.peak_in_flight is the largest number of pairs so far. Under torch.no_grad() nothing is in flight.
 Example: 2 stages with the weights w0 = 2 and w1 = 3, micro-batches x = 1 and x = 10; stage 0 returns w0 * x, stage 1
     returns w1 * hidden as the loss. Stage 0 runs F0 F1 B0 B1: it sends 2.0 and 20.0, and receives 3.0 twice. In the end
-    w0.grad = 3 * 1 + 3 * 10 = 33 and w1.grad = 2 + 20 = 22. Nothing is divided: a loss is a part of the mean already.
+    w0.grad = 3 * 1 + 3 * 10 = 33 and w1.grad = 2 + 20 = 22. Divide nothing: each loss is a part of the mean already.
 
 Checked, on 1 to 4 ranks: gradients against one process in float64, for GPipe, 1F1B, another order and a split backward,
 with outputs that are not contiguous, with skipped micro-batches and in a second run; the order of actions and calls of
 on_backward_done; peak_in_flight; one message per micro-batch and neighbour, in its group and in the dtype of the hidden
-states; that no stage waits for ever; that tensors are freed: when on_backward_done() is called, the sends of hidden
-states of all finished micro-batches have been waited for, and of the gradients at most the last has not; at the end
-none is left; run_forward, which evaluates; and any floating dtype, on 1 to 7 ranks.
+states; that no stage waits for ever; that tensors are freed: when on_backward_done() is called, you have waited for
+the sends of hidden states of all finished micro-batches, and for all sends of gradients except the last; at the end of
+`run` for all sends; run_forward, which evaluates; and any floating dtype, on 1 to 7 ranks.
 
 You may call:
     send(tensor, stage, group, async_op=True)   starts to send a contiguous tensor; returns a handle

@@ -6,10 +6,11 @@ later those of its weights, for which nobody waits. Write the schedule, and both
 split_backward(actions): the actions of one stage, pairs (kind, i) with kind "F" or "B". Returns a new list with a
 ("W", i) for each ("B", i): right after the next B, and the last one at the end.
 backward_of_input(out, hidden, grad): out is the stage's output, of any shape; grad is its gradient, of the same shape,
-or None if out is the loss, (). Adds the gradient of the input to hidden.grad, and gives no parameter a `.grad`. hidden
-is None on the first stage: nothing is to be done. backward_of_weights(out, parameters, grad): returns {name: gradient},
-with every parameter of the dictionary, not empty, that out depends on, and changes no `.grad`. It comes once, after
-backward_of_input, for the same out, and other micro-batches may come in between.
+or None if out is the loss, (). Adds the gradient of the input to hidden.grad, and gives no parameter a `.grad`. On the
+first stage hidden is None: do nothing.
+backward_of_weights(out, parameters, grad): returns {name: gradient} for those of the `parameters` (by name, not empty)
+that out depends on, and changes no `.grad`. The executor calls it once for each out, after backward_of_input; it may
+call both for other micro-batches in between.
 Example: split_backward turns F0 F1 B0 F2 B1 B2 into F0 F1 B0 F2 B1 W0 B2 W1 W2.
     With x = [[1, 2]], w = [[3, 4]], out = x w^T = [[11]] and grad = [[5]], backward_of_input gives x.grad = [[15, 20]]
     and leaves w.grad None; backward_of_weights(out, {"w": w}, grad) returns {"w": [[5, 10]]}.

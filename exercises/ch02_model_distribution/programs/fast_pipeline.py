@@ -11,8 +11,8 @@ batch:
          2               4           0.2837        0.3462
          2              12           0.2837        0.3189
 
-The loss falls faster with more micro-batches, and yet it is wrong. The program also prints the norm of the first
-gradient. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+With SGD the loss depends on the number of micro-batches, which it must not. The program also prints the norm of the
+first gradient. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
 violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:

@@ -220,7 +220,9 @@ class RankServer:
         end_s = time.monotonic() + _START_S
         while not self._is_ready:
             if not select.select([self._connection.socket], [], [], max(0.0, end_s - time.monotonic()))[0]:
-                raise RunError(f"the rank server (process {self.pid}) was not ready after {_START_S:.0f} s")
+                raise RunError(
+                    f"the rank server (process {self.pid}) was not ready after {_START_S:.0f} s: is the machine busy?"
+                )
             if not self._receive():
                 raise RunError(
                     f"the rank server ended with code {self._process.wait()} while it started; see its output above"

@@ -275,6 +275,21 @@ def a_reducer_that_inherits(answer, world, network):
         expect("all other messages together have at most 16 bytes per parameter", sum(sent) - size <= 80, True)
         reducer.clear()
 
+    class SomeMasters(answer.NaiveReducer):  # as with ZeRO, where other ranks have the other masters
+        def allocate_sums(self):
+            return {name: torch.zeros_like(master) for name, master in self.masters.items()}
+
+        def add(self, name, gradient):
+            self.num_added[name] += 1
+            if name in self.sums:
+                self.sums[name] += gradient
+
+    parameters = named_parameters(Net(world.rank))
+    reducer = SomeMasters(parameters, {"weight": parameters["weight"]}, network.group)
+    run_step(reducer, world)
+    case = "a subclass with a master of weight, and of no other parameter"
+    expect("the gradient of weight", grad_of(parameters, "weight"), total("weight", world).tolist(), case=case)
+
 
 # -- all together -----------------------------------------------------------------------------------------------------
 

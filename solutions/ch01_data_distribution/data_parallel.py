@@ -29,6 +29,7 @@ Usual wrong answers:
 * divides by the number of ranks: a mean instead of the sum
 * averages the starting values: equal on all ranks, but not those of rank 0
 * divides by the number of micro-batches, although every loss is already divided
+* fails in finish if a parameter has no master on this rank, as with ZeRO
 * gives each parameter a new tensor, which the reducer and the optimizer do not know
 * replaces the sums by new tensors, which are no longer views of the flat tensor of a subclass
 * the first gradient of each parameter is the only one that is added

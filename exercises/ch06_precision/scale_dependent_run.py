@@ -1,7 +1,7 @@
 """A loss scale that changes the result.
 
-This program trains in float16 with a dynamic loss scale and Adam. Its loss falls, but its results are wrong. Somebody
-has compared the parameters after the first updates with those of a program that does the same in float32 throughout,
+This program trains in float16 with a dynamic loss scale and Adam. Its loss falls, but its results are wrong.
+Somebody has compared the parameters after the first updates with those of a program that does the same in float32,
 after as many updates. Movement: norm of the change of all parameters, relative to float32:
 
     initial scale   processes   after 1 update   after 10   after 50
@@ -22,7 +22,7 @@ it makes as many steps as before, skips the same ones, and sends each gradient o
 
 Check it with: python -m exercises check scale_dependent_run
 
-Stub 810f2e16.
+Stub 1725fab3.
 """
 
 import math
@@ -34,7 +34,7 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "scale": "a gradient is divided by the factor that multiplied its loss, before it is compared with the clipping norm",
+    "scale": "a gradient is divided by the factor that multiplied its loss before it is clipped by its norm",
     "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
     "agree": "all ranks skip the same steps, and scale their losses by the same factor",
     "state": "the state of the optimizer depends only on the gradients of the updates made so far",

@@ -1,5 +1,5 @@
-"""This program trains in float16 with a dynamic loss scale and Adam. Its loss falls, but its results are wrong. Somebody
-has compared the parameters after the first updates with those of a program that does the same in float32 throughout,
+"""This program trains in float16 with a dynamic loss scale and Adam. Its loss falls, but its results are wrong.
+Somebody has compared the parameters after the first updates with those of a program that does the same in float32,
 after as many updates. Movement: norm of the change of all parameters, relative to float32:
 
     initial scale   processes   after 1 update   after 10   after 50
@@ -28,7 +28,7 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "scale": "a gradient is divided by the factor that multiplied its loss, before it is compared with the clipping norm",
+    "scale": "a gradient is divided by the factor that multiplied its loss before it is clipped by its norm",
     "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
     "agree": "all ranks skip the same steps, and scale their losses by the same factor",
     "state": "the state of the optimizer depends only on the gradients of the updates made so far",

@@ -45,7 +45,7 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "scale": "a gradient is divided by the factor that multiplied its loss before it is clipped by its norm",
+    "scale": "gradients are divided by the loss scale of their step before they are clipped",
     "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
     "agree": "all ranks skip the same steps, and scale their losses by the same factor",
     "state": "the state of the optimizer depends only on the gradients of the updates made so far",

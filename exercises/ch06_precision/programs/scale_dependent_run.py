@@ -10,8 +10,7 @@ after as many updates. Movement: norm of the change of all parameters, relative 
             2**24           4             0.50       0.88       1.02
             2**32           1             0.49       0.92       1.05
 
-No parameter is infinite or NaN, and all processes have equal parameters. In float32, the results would be those of the
-first row with any initial scale, because nothing overflows.
+No parameter is infinite or NaN, all processes have equal parameters, and the loss falls with every initial scale.
 Run it: torchrun --standalone --nproc-per-node 1 THIS_FILE, and then with other initial scales and with 4 processes
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
@@ -28,7 +27,7 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "scale": "a gradient is divided by the factor that multiplied its loss before it is clipped by its norm",
+    "scale": "gradients are divided by the loss scale of their step before they are clipped",
     "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
     "agree": "all ranks skip the same steps, and scale their losses by the same factor",
     "state": "the state of the optimizer depends only on the gradients of the updates made so far",

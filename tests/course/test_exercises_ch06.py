@@ -50,13 +50,13 @@ MESSAGES = {
             "  got       [192, 192, 144, 144, 96, 96]",
         ],
     ),
-    ("slow_large_batch", "wrong_widened_for_the_wire"): (
-        "every_sample_counts_equally",
+    ("scale_dependent_run", "wrong_first_mean_only"): (
+        "first_update_is_full",
         [
-            "the masters after a step of 0.5",
-            "  for       512 equal samples",
-            "  expected  [[[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]]",
-            "  got       [[[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]]]",
+            "the master after a first update of 0.5",
+            "  for       steps skipped before it: 1",
+            "  expected  [[-0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]]",
+            "  got       [[-0.7069, -0.7069, -0.7069, -0.7069, -0.7069, -0.7069, -0.7069, -0.7069, -0.7069, -0.7069]]",
         ],
     ),
 }

@@ -9,6 +9,7 @@ also called with arguments of two sizes, between which its memory may grow by so
 are left for what is particular to it.
 """
 
+import functools
 import gc
 import hashlib
 import math
@@ -152,14 +153,18 @@ class Growth:
     """How much memory an answer may allocate, by the size of its arguments.
 
     sizes: the settings of each argument's strategy, like {"tensor": {"numel": 1000}}, at a smaller and a larger size.
-    peak_bytes: (arguments of this rank) -> the peak of memory during the call, beyond its arguments. kept_bytes: the
-    same for what is allocated after it: the result, and what autograd keeps for backward. Only the differences between
-    the two sizes are compared, so that neither constant terms nor the rounding of small sizes matter.
+    peak_bytes: (arguments of this rank, number of ranks) -> the peak of memory during the call, beyond its arguments.
+    kept_bytes: the same for what is allocated after it: the result, and what autograd keeps for backward. Only the
+    differences between the two sizes are compared, so that neither constant terms nor the rounding of small sizes
+    matter. requires_grad: the arguments that require gradients in these calls; the peak is then that of the call and
+    of backward from its results. call: in place of the declaration's, if another result is to be kept alive.
     """
 
     sizes: tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
-    peak_bytes: Callable[[dict[str, Any]], float]
-    kept_bytes: Callable[[dict[str, Any]], float]
+    peak_bytes: Callable[[dict[str, Any], int], float]
+    kept_bytes: Callable[[dict[str, Any], int], float]
+    requires_grad: tuple[str, ...] = ()
+    call: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -352,19 +357,39 @@ def _check_growth(declaration: Declaration, growth: Growth, answer: Any, group: 
     seen, allowed, sizes = [], [], []
     for settings in growth.sizes:
         passed = _make_arguments(declaration, Condition("", GROWN, settings), group.rank, group.size)
-        with PeakMemory() as memory:
-            result = declaration.call(answer, group, **passed)
-        del result
-        seen.append((memory.peak_bytes, memory.kept_bytes))
-        allowed.append((growth.peak_bytes(passed), growth.kept_bytes(passed)))
-        sizes.append(sum(each.nbytes for each in tree_leaves(passed) if isinstance(each, Tensor)))
-    case = f"arguments of {sizes[0]} and then of {sizes[1]} bytes per rank, on {group.size} ranks"
+        for name in growth.requires_grad:
+            passed[name].requires_grad_()
+        seen.append(_measure_memory(functools.partial(growth.call or declaration.call, answer, group, **passed)))
+        allowed.append((growth.peak_bytes(passed, group.size), growth.kept_bytes(passed, group.size)))
+        sizes.append(_describe_size(passed, settings))
+    case = f"arguments of each rank: {sizes[0]}, and then {sizes[1]}, on {group.size} ranks"
     whats = ("the peak of memory during the call grows", "the memory that is kept after the call grows")
     # The ranks compare the largest growth of all, so that all of them fail and none waits for the others.
     grown = all_gather_object([larger - smaller for smaller, larger in zip(*seen, strict=True)], group)
     for what, got, smaller, larger in zip(whats, map(max, zip(*grown, strict=True)), *allowed, strict=True):
         if got > larger - smaller:
             raise Wrong("wrong", f"{what}, in bytes", f"by at most {larger - smaller:.0f}", f"by {got}", case=case)
+
+
+def _measure_memory(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return the peak of memory, in bytes, in a call and in backward from its results; and what the call keeps."""
+    gc.collect()  # what an earlier call has left in cycles would be subtracted if it were freed during this one
+    with PeakMemory() as forward:
+        result = call()
+    outputs = [each for each in tree_leaves(result) if _requires_gradients(each) and each.grad_fn is not None]
+    if not outputs:
+        return forward.peak_bytes, forward.kept_bytes
+    gradients = [torch.ones_like(each) for each in outputs]
+    with PeakMemory() as backward:
+        torch.autograd.backward(outputs, gradients)
+    return max(forward.peak_bytes, forward.kept_bytes + backward.peak_bytes), forward.kept_bytes
+
+
+def _describe_size(arguments: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe those arguments that `settings` makes larger: the bytes of tensors, or the values if none is one."""
+    larger = {name: arguments[name] for name in settings}
+    num_bytes = sum(each.nbytes for each in tree_leaves(larger) if isinstance(each, Tensor))
+    return f"{num_bytes} bytes" if num_bytes else ", ".join(f"{name}={value}" for name, value in larger.items())
 
 
 def _compare_ranks(declaration: Declaration, calls: Sequence[Call], group: Any) -> None:

@@ -380,10 +380,6 @@ def _check_growth(declaration: Declaration, growth: Growth, answer: Any, group: 
         found = [
             each for each in zip(whats, map(max, zip(*grown, strict=True)), most, strict=True) if each[1] > each[2]
         ]
-        import sys
-
-        open("/tmp/j2/grow.txt", "a").write(
-            f"{group.rank}/{group.size} {sizes} {[b - a for a, b in zip(*least)]} allowed {most}\n"
         if not found:
             return
     what, got, limit = found[0]

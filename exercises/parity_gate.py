@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exercises import stubs
-from exercises.answers import read_answers
+from exercises.answers import Answers, read_answers
 from exercises.catalogue import Exercise
 from exercises.layouts import ENGINE, MIN_RANKS, layout_options, layouts_that_call, read_layouts
 from exercises.learner_pieces import LearnerPiece
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _RANKS = 2  # or more, for a layout that needs more
 _MAX_WRONG = 4  # wrong answers that are tried in each layout
+_WRONG_EVERYWHERE = "wrong_zero"
+_NOT_NATURAL = (_WRONG_EVERYWHERE, "wrong_constant", "wrong_cheat")  # the names begin so
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     except UserError as error:
         return ParityResult(reason=str(error))
     answers = read_answers(exercise)
-    # Those with a finding of their own are broken, and wrong anywhere.
-    wrong = [answer.name for answer in answers.wrong if not answer.finding and not answer.is_generated][:_MAX_WRONG]
+    wrong = _choose_wrong(answers)
     tried = ((case, name) for case in cases for name in wrong)
     noticed = (
         each for each in tried if _find_difference(exercise, stubs.generate_answer(exercise, each[1]), each[0], server)
@@ -91,6 +92,19 @@ def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool
         raise UserError("no training run calls these exercises")
     print("\n".join(problems) or f"{format_count(ran, 'exercise')}, all green")
     return not problems
+
+
+def _choose_wrong(answers: Answers) -> list[str]:
+    """Return the names of wrong answers to try in each layout: natural ones, and at last one that does nothing.
+
+    Those with a finding of their own are broken, and wrong anywhere. Cheating ones have the right values.
+    """
+    natural = [
+        each.name
+        for each in answers.wrong
+        if not (each.finding or each.is_generated or each.name.startswith(_NOT_NATURAL))
+    ]
+    return [*natural[: _MAX_WRONG - 1], *(each.name for each in answers.wrong if each.name == _WRONG_EVERYWHERE)]
 
 
 def _find_cases(exercise: Exercise) -> list["Case"]:

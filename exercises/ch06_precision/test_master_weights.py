@@ -153,15 +153,19 @@ def memory_of_one_copy(answer):
     model = nn.Module()
     for number in range(NUM_EQUAL):
         model.register_parameter(f"p{number}", nn.Parameter(torch.ones(NUMEL)))
-    masters = answer.make_masters(model, BF16)
+    masters, case = answer.make_masters(model, BF16), "a model of 4 fp32 parameters of 1 MB each, in bf16"
+    expect_names(masters, dict(model.named_parameters()), case)
+    with torch.no_grad():
+        masters["p3"] += 1
     with PeakMemory() as memory:
         answer.copy_to_parameters(masters, dict(model.named_parameters()))
-    most, case = memory.peak_bytes / NUMEL, "a model of 4 fp32 parameters of 1 MB each, in bf16"
+    expect("the last element of the last parameter, whose master was changed", model.p3[-1].item(), 2.0, case=case)
+    most = memory.peak_bytes / NUMEL
     expect(f"at most 4.1 bytes per element of a parameter to copy it, not {most:.1f}", most <= 4.1, True, case=case)
 
 
-def masters_after_an_update(answer, group, values, dtype):
-    """Return the masters and the parameters of a model with some equal parameters, after an update that adds 1."""
+def update_masters(answer, group, values, dtype):
+    """Return the masters of a model with some equal parameters, and the model, after an update that adds 1."""
     model = nn.Module()
     for number in range(NUM_EQUAL):
         model.register_parameter(f"p{number}", nn.Parameter(values.clone()))
@@ -170,6 +174,11 @@ def masters_after_an_update(answer, group, values, dtype):
         for master in masters.values():
             master += 1
     answer.copy_to_parameters(masters, dict(model.named_parameters()))
+    return masters, model
+
+
+def masters_and_parameters(answer, group, values, dtype):
+    masters, model = update_masters(answer, group, values, dtype)
     return [master.detach() for master in masters.values()], [p.detach() for p in model.parameters()]
 
 
@@ -184,13 +193,14 @@ DECLARATION = Declaration(
         "values": Tensors(dtypes=(FP32, *(each for each in FLOATS if each != FP32)), layouts=("slice", "scalar")),
         "dtype": Choices((BF16, FP16, FP32, FP64)),
     },
-    call=masters_after_an_update,
+    call=masters_and_parameters,
     reference=updated_by_one_process,
     growth=Growth(
         ({"values": {"numel": 50_000}}, {"values": {"numel": 100_000}}),
         # Masters and 16-bit parameters are 6 bytes per element, and the old values 4 until all are converted.
         peak_bytes=lambda arguments, ranks: 10 * NUM_EQUAL * arguments["values"].numel(),
         kept_bytes=lambda arguments, ranks: 6 * NUM_EQUAL * arguments["values"].numel(),
+        call=update_masters,
     ),
 )
 

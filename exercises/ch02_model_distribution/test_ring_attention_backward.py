@@ -13,7 +13,7 @@ from minidist.comm import all_gather_object
 
 BATCH, HEADS, WIDTH = 2, 3, 4
 SCORES_LIMIT = 9  # score matrices of one block that may be in memory at the same time
-BLOCKS_LIMIT = 22  # tensors of the size of a rank's keys that may be in memory at the same time
+BLOCKS_LIMIT = 26  # tensors of the size of a rank's keys that may be in memory at the same time
 TOLERANCE = 1e-12  # sums of a few dozen products of numbers of about 1, in float64 in another order
 NAMES = ("grad", "query", "key", "value", "out", "lse")
 
@@ -42,10 +42,10 @@ class Case:
     change: (query, key) -> the query and key to use in place of the drawn ones.
     """
 
-    def __init__(self, group, layout, each, change=lambda query, key: (query, key)):
+    def __init__(self, group, layout, each, width=WIDTH, change=lambda query, key: (query, key)):
         self.positions, self.group = LAYOUTS[layout](group.size, each), group
         own = self.positions[group.rank]
-        query, key, value, grad = (draw(salt, group.size * each) for salt in (1, 2, 3, 4))
+        query, key, value, grad = (draw(salt, group.size * each, width=width) for salt in (1, 2, 3, 4))
         query, key = change(query, key)
         out, lse, gradients = of_one_process(grad, query, key, value)
         self.mine = [x[:, :, own].contiguous() for x in (grad, query, key, value, out, lse)]
@@ -113,9 +113,9 @@ def a_ring_of_blocks_and_gradients(answer, world, network):
             raise Wrong("wrong", what, f"{sorted(neighbours)} at most", str(sorted(peers)), case=case.name)
 
 
-def peak_memory(answer, group, each):
+def peak_memory(answer, group, each, width):
     """Return the largest peak of the ranks' memory during a call, in bytes."""
-    case = Case(group, "contiguous", each)
+    case = Case(group, "contiguous", each, width)
     with PeakMemory() as memory:
         result = case.call(answer)
     case.compare(result, tolerance=1e-11)  # sums of up to a thousand products
@@ -124,17 +124,20 @@ def peak_memory(answer, group, each):
 
 @test(points=3, ranks=(2, 4))
 def memory_of_one_block(answer, world, network):
-    """A rank holds the scores of a few blocks, however many ranks there are."""
-    each = 192
-    unit = BATCH * HEADS * each * each * 8
-    peak = peak_memory(answer, network.group, each)
-    what = f"peak memory, in score matrices of one block ({unit // 1000} kB)"
-    if peak > SCORES_LIMIT * unit:
-        raise Wrong("wrong", what, f"at most {SCORES_LIMIT}", f"{peak / unit:.1f} on {world.size} ranks")
-    if world.size == 4:
-        fewer = peak_memory(answer, network.divided_group, each)
-        if peak > fewer + 1.5 * unit:
-            raise Wrong("wrong", what, f"as on 2 ranks: {fewer / unit:.1f}", f"{peak / unit:.1f} on 4 ranks")
+    """A rank holds a few blocks of keys and values and of scores, however many ranks there are."""
+    for each, width, unit, what, limit, growth in (
+        (192, WIDTH, 192 * 192, "score matrices of one block", SCORES_LIMIT, 1.5),
+        (4, 1024, 4 * 1024, "tensors of the size of a rank's keys", BLOCKS_LIMIT, 3),
+    ):
+        unit *= BATCH * HEADS * 8
+        peak = peak_memory(answer, network.group, each, width)
+        what = f"peak memory, in {what} ({unit // 1000} kB)"
+        if peak > limit * unit:
+            raise Wrong("wrong", what, f"at most {limit}", f"{peak / unit:.1f} on {world.size} ranks")
+        if world.size == 4:
+            fewer = peak_memory(answer, network.divided_group, each, width)
+            if peak > fewer + growth * unit:
+                raise Wrong("wrong", what, f"as on 2 ranks: {fewer / unit:.1f}", f"{peak / unit:.1f} on 4 ranks")
 
 
 # The draws of every argument: layout, tokens per rank, dtype, whether tensors are views of longer ones, head dimension.

@@ -27,7 +27,11 @@ _RANKS = 2  # or more, for a layout that needs more
 _MAX_WRONG = 4  # wrong answers that are tried in each layout
 _MAX_CASES = 6  # layouts in which they are tried
 # Exercises that no run of parity can see, with the reason. Their right answers must still equal one process.
-WITHOUT_EFFECT = {"loss_scaler": "any power of two cancels exactly, and no gradient of these runs overflows"}
+WITHOUT_EFFECT = {
+    "loss_scaler": "any power of two cancels exactly, and no gradient of these runs overflows",
+    "replica_digest": "these runs compare no replicas",
+    "replica_recovery": "these runs damage no replica",
+}
 _WRONG_EVERYWHERE = "wrong_zero"
 _NOT_NATURAL = (_WRONG_EVERYWHERE, "wrong_constant", "wrong_cheat")  # the names begin so
 

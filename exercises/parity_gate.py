@@ -8,11 +8,11 @@ every other right answer must equal one process.
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from exercises import stubs
-from exercises.answers import read_answers
+from exercises.answers import Answers, read_answers
 from exercises.catalogue import Exercise
 from exercises.layouts import ENGINE, MIN_RANKS, layout_options, layouts_that_call, read_layouts
 from exercises.learner_pieces import LearnerPiece
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 _RANKS = 2  # or more, for a layout that needs more
 _MAX_WRONG = 4  # wrong answers that are tried in each layout
+_MAX_CASES = 6  # layouts in which they are tried
+# Exercises that no run of parity can see, with the reason. Their right answers must still equal one process.
+WITHOUT_EFFECT = {
+    "loss_scaler": "any power of two cancels exactly, and no gradient of these runs overflows",
+    "replica_digest": "these runs compare no replicas",
+    "replica_recovery": "these runs damage no replica",
+}
+_WRONG_EVERYWHERE = "wrong_zero"
+_NOT_NATURAL = (_WRONG_EVERYWHERE, "wrong_constant", "wrong_cheat")  # the names begin so
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,16 @@ def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     except UserError as error:
         return ParityResult(reason=str(error))
     answers = read_answers(exercise)
-    # Those with a finding of their own are broken, and wrong anywhere.
-    wrong = [answer.name for answer in answers.wrong if not answer.finding and not answer.is_generated][:_MAX_WRONG]
+    wrong = _choose_wrong(answers)
     tried = ((case, name) for case in cases for name in wrong)
     noticed = (
         each for each in tried if _find_difference(exercise, stubs.generate_answer(exercise, each[1]), each[0], server)
     )
     case, refused = next(noticed, (cases[0], ""))
     problems = []
-    if not refused:
+    if refused and exercise.name in WITHOUT_EFFECT:
+        problems.append(f"{refused} differs from one process, so parity_gate.WITHOUT_EFFECT must not list it")
+    if not refused and exercise.name not in WITHOUT_EFFECT:
         names = " and ".join(each.name for each in cases)
         problems.append(f"{', '.join(wrong)} equal one process in {names}: no layout depends on this exercise")
     right = {"solution": exercise.solution.read_text()}
@@ -93,6 +103,19 @@ def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool
     return not problems
 
 
+def _choose_wrong(answers: Answers) -> list[str]:
+    """Return the names of wrong answers to try in each layout: natural ones, and at last one that does nothing.
+
+    Those with a finding of their own are broken, and wrong anywhere. Cheating ones have the right values.
+    """
+    natural = [
+        each.name
+        for each in answers.wrong
+        if not (each.finding or each.is_generated or each.name.startswith(_NOT_NATURAL))
+    ]
+    return [*natural[: _MAX_WRONG - 1], *(each.name for each in answers.wrong if each.name == _WRONG_EVERYWHERE)]
+
+
 def _find_cases(exercise: Exercise) -> list["Case"]:
     """Return a parity case for each layout that calls the exercise's function.
 
@@ -106,7 +129,10 @@ def _find_cases(exercise: Exercise) -> list["Case"]:
         with contextlib.suppress(UserError):  # parity has no such layout
             case = make_case_like(parse_train_options([*ENGINE, *layout_options(name, ranks)])[0], ranks)
             cases[case.name] = case
-    return list(cases.values()) or choose_cases(exercise, _RANKS, max_cases=1)
+    found = list(cases.values())[:_MAX_CASES]
+    if found:  # what saves and loads has an effect only in a run that is stopped and resumed
+        found.insert(1, replace(found[0], resume=True))
+    return found or choose_cases(exercise, _RANKS, max_cases=1)
 
 
 def _find_difference(exercise: Exercise, text: str, case: "Case", server: "RankServer") -> str:

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from exercises.conditions import Choices, check_conditions
-from exercises.observations import PeakMemory, expect_order, timeline
+from exercises.conditions import Choices, Declaration, Growth, check_conditions
+from exercises.observations import expect_order, timeline
 from exercises.reducer_run import declare_reducer, grad_of, local_gradient
 from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import recv, send
@@ -229,27 +229,6 @@ def buffers_in_flight_are_not_reused(answer, world, network):
     sums_are_right(parameters, world)
 
 
-@test(points=2, ranks=(2,))
-def no_second_copy_of_gradients(answer, world, network):
-    """Gradients are stored in the buckets only: no second copy is made for sending."""
-    shapes = {f"layer{number}": (25, 100) for number in range(8)}  # 10 kB each
-    whole = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
-    with PeakMemory() as memory:
-        reducer, parameters = reducer_of(answer, world, network, shapes, 10_000)
-        backward(reducer, network, world.rank, shapes)
-        reducer.finish()
-    sums_are_right(parameters, world, shapes)
-    # Whatever the answer does, there are the parameters, and a few of one gradient's size while it is being made.
-    got, most = memory.peak_bytes - whole, whole + 50_000
-    case = f"{whole // 1000} kB of parameters"
-    expect(
-        f"at most {most // 1000} kB peak memory for gradients (measured: {got // 1000} kB)",
-        got <= most,
-        True,
-        case=case,
-    )
-
-
 def model_of(seed):
     """Three layers in float64; the buckets of at most 300 bytes are [4.bias, 4.weight], [2.bias], [2.weight], ..."""
     with torch.random.fork_rng():
@@ -303,7 +282,45 @@ def make_reducer(answer, parameters, group, bucket_bytes):
 DECLARATION = declare_reducer(make_reducer, bucket_bytes=Choices((20, 1, 1 << 20)))
 
 
-@test(points=2, ranks=CONDITION_RANKS)
+LAYER = (25, 100)  # 10 kB, as much as a bucket
+
+
+def step_of_layers(answer, group, layers):
+    """Return the gradients of a step of a model of so many equal layers."""
+    shapes = {f"layer{number}": LAYER for number in range(layers)}
+    parameters = named_parameters(Net(group.rank, shapes, torch.float32))
+    reducer = answer.BucketedReducer(parameters, parameters, group, bucket_bytes=10_000)
+    for name in reversed(shapes):
+        reducer.add(name, local_gradient(name, LAYER, group.rank))
+    reducer.finish()
+    return [parameter.grad for parameter in parameters.values()]
+
+
+def sums_of_layers(ranks, _):
+    names = [f"layer{number}" for number in range(ranks[0]["layers"])]
+    return [sum(local_gradient(name, LAYER, rank) for rank in range(len(ranks))) for name in names]
+
+
+def bytes_of_layers(arguments, copies):
+    return copies * arguments["layers"] * 4 * torch.Size(LAYER).numel()
+
+
+# Gradients are in the buckets only: no second copy is made for sending.
+MANY_LAYERS = Declaration(
+    inputs={"layers": Choices((2, 1))},
+    call=step_of_layers,
+    reference=sums_of_layers,
+    replicas=True,
+    growth=Growth(
+        ({"layers": {"value": 8}}, {"layers": {"value": 16}}),
+        peak_bytes=lambda arguments, ranks: bytes_of_layers(arguments, 2.2),  # the parameters, and their gradients
+        kept_bytes=lambda arguments, ranks: bytes_of_layers(arguments, 1.2),  # the gradients
+    ),
+)
+
+
+@test(points=4, ranks=CONDITION_RANKS)
 def holds_under_every_condition(answer, world, network):
-    """Any floating dtype, size and bucket size, NaN and infinities, and a group of only some ranks."""
+    """Any dtype, size and bucket size, NaN and infinities, and a group of only some ranks; memory of one copy."""
     check_conditions(DECLARATION, answer, world, network)
+    check_conditions(MANY_LAYERS, answer, world, network)

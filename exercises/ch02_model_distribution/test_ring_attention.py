@@ -192,7 +192,7 @@ def call_ring(answer, group, query, key, value, draw):
     return answer.ring_forward(query, key, value, LAYOUTS[layout](group.size, each), group)
 
 
-def most_memory(arguments):
+def most_memory(arguments, ranks):
     """Return the bytes of 13 tensors like the queries; right answers have 6 to 9 of them, on any number of ranks."""
     return 13 * arguments["query"].nbytes
 
@@ -214,7 +214,9 @@ def declarations():
             # Keys and values, size - 1 times by every rank.
             max_bytes=lambda ranks: len(ranks) * (len(ranks) - 1) * 2 * ranks[0]["key"].nbytes,
             aliases=names[:3],
-            growth=None if number else Growth(sizes, most_memory, lambda arguments: 2 * arguments["query"].nbytes),
+            growth=None
+            if number
+            else Growth(sizes, most_memory, kept_bytes=lambda own, ranks: 2 * own["query"].nbytes),
         )
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from exercises.conditions import Declaration, Drawn, check_conditions
+from exercises.conditions import Declaration, Drawn, Growth, check_conditions
 from exercises.observations import PeakMemory
 from exercises.sequence_layouts import LAYOUTS
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
@@ -140,27 +140,33 @@ def memory_of_one_block(answer, world, network):
                 raise Wrong("wrong", what, f"as on 2 ranks: {fewer / unit:.1f}", f"{peak / unit:.1f} on 4 ranks")
 
 
-# The draws of every argument: layout, tokens per rank, dtype, and whether tensors are views of longer ones.
+# The draws of every argument: layout, tokens per rank, dtype, whether tensors are views of longer ones, head dimension.
 DRAWS = (
-    ("in turn", 1, torch.float64, False),
-    ("zigzag", 4, torch.float64, False),
-    ("contiguous", 4, torch.float32, False),
-    ("in turn", 3, torch.float64, True),
+    ("in turn", 1, torch.float64, False, WIDTH),
+    ("zigzag", 4, torch.float64, False, WIDTH),
+    ("contiguous", 4, torch.float32, False, WIDTH),
+    ("in turn", 3, torch.float64, True, WIDTH),
 )
+# The draws between which memory is compared: wide heads, where blocks of keys count, and many tokens, where scores do.
+GROWING = (
+    (("contiguous", 4, torch.float64, False, 256), ("contiguous", 8, torch.float64, False, 256)),
+    (("contiguous", 48, torch.float64, False, WIDTH), ("contiguous", 96, torch.float64, False, WIDTH)),
+)
+ALL_DRAWS = (*DRAWS, *GROWING[0], *GROWING[1])
 
 
 @cache
 def full_sequence(number, ranks):
     """Return the arguments of a draw for the whole sequence, by name, and the gradients of one process."""
-    _, each, dtype, _ = DRAWS[number]
-    inputs = [draw(salt, ranks * each, dtype=dtype) for salt in (4, 1, 2, 3)]
+    _, each, dtype, _, width = ALL_DRAWS[number]
+    inputs = [draw(salt, ranks * each, dtype=dtype, width=width) for salt in (4, 1, 2, 3)]
     out, lse, gradients = of_one_process(*inputs)
     return dict(zip(NAMES, (*inputs, out.to(dtype), lse.to(dtype)), strict=True)), gradients
 
 
 def own_tokens(name, number, rank, ranks):
     """Return a rank's part of one argument of a draw."""
-    layout, each, _, is_view = DRAWS[number]
+    layout, each, _, is_view, _ = ALL_DRAWS[number]
     arguments, _ = full_sequence(number, ranks)
     x = arguments[name][:, :, LAYOUTS[layout](ranks, each)[rank]]
     return x.mT.contiguous().mT if is_view else x.contiguous()
@@ -168,35 +174,48 @@ def own_tokens(name, number, rank, ranks):
 
 def gradients_reference(ranks, rank):
     number = ranks[0]["draw"]
-    layout, each, dtype, _ = DRAWS[number]
+    layout, each, dtype, _, _ = ALL_DRAWS[number]
     _, gradients = full_sequence(number, len(ranks))
     return tuple(x[:, :, LAYOUTS[layout](len(ranks), each)[rank]].to(dtype) for x in gradients)
 
 
 def call_backward(answer, group, draw, **arguments):
-    layout, each, _, _ = DRAWS[draw]
+    layout, each, *_ = ALL_DRAWS[draw]
     return answer.ring_backward(*arguments.values(), LAYOUTS[layout](group.size, each), group)
+
+
+def most_memory(arguments, ranks):
+    """Return the bytes of so many score matrices of one block, and so many tensors like the keys."""
+    query = arguments["query"]
+    scores = query[..., 0].numel() * query.shape[2] * query.element_size()
+    return SCORES_LIMIT * scores + BLOCKS_LIMIT * query.nbytes
 
 
 def declarations():
     """Return a declaration for each draw, which selects all arguments together."""
+    names = (*NAMES, "draw")
     for number in range(len(DRAWS)):
         inputs = {
-            name: Drawn(lambda rank, ranks, _, number=number, name=name: own_tokens(name, number, rank, ranks))
+            name: Drawn(lambda rank, ranks, other, n=number, name=name: own_tokens(name, other or n, rank, ranks))
             for name in NAMES
         }
+        growth = None
+        if number < len(GROWING):
+            sizes = [{name: {"draw": ALL_DRAWS.index(each)} for name in names} for each in GROWING[number]]
+            growth = Growth(sizes, most_memory, lambda arguments, ranks: 5 * arguments["query"].nbytes)
         yield Declaration(
-            inputs={**inputs, "draw": Drawn(lambda rank, ranks, _, number=number: number)},
+            inputs={**inputs, "draw": Drawn(lambda rank, ranks, other, n=number: other or n)},
             call=call_backward,
             reference=gradients_reference,
             roundings=100,  # sums over at most 28 keys or queries of differences of products, and exponentials
             # Keys, values and their gradients, size times by every rank.
             max_bytes=lambda ranks: len(ranks) ** 2 * 4 * ranks[0]["key"].nbytes,
+            growth=growth,
         )
 
 
 @test(points=2, ranks=CONDITION_RANKS)
 def holds_under_every_condition(answer, world, network):
-    """In float64 and float32, on 1 to 7 ranks and in groups of only some ranks; calls do not influence each other."""
+    """In float64 and float32, in groups of only some ranks; memory of a few blocks, however many ranks there are."""
     for declaration in declarations():
         check_conditions(declaration, answer, world, network)

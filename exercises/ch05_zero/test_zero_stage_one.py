@@ -3,13 +3,15 @@
 import torch
 from torch import nn
 
+from exercises.conditions import check_conditions
 from exercises.observations import LiveTensorMemory
-from exercises.testing import expect, test
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.zero_run import (
     WIDTH,
     Reference,
     Replica,
     blocks_of,
+    declare_step,
     expect_about,
     expect_equals_one_process,
     expect_gradients,
@@ -21,7 +23,7 @@ from exercises.zero_run import (
 from minidist.comm import all_gather_object
 
 
-@test(points=6, ranks=(1, 2, 3, 4))
+@test(points=5, ranks=(1, 2, 3, 4))
 def equals_one_process(answer, world, network):
     """After each step all ranks have the parameters of AdamW on the whole model; ranks start from other values."""
     expect_equals_one_process(answer.ZeroStage1, network.group, world.size)
@@ -175,3 +177,15 @@ def memory_of_the_shards(answer, world, network):
             mine.optimizer.step()
             mine.zero.update_parameters()
             expect_about(f"after step {step + 1}", memory.nbytes(), sharded + model)
+
+
+DECLARATION = declare_step(
+    lambda answer, group, width: Replica(answer.ZeroStage1, group, width),
+    kept=lambda ranks: 1 + 3 / ranks,
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """A step on 1 to 7 ranks and in a group of only some ranks; memory between steps."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -2,8 +2,9 @@
 
 import torch
 
+from exercises.conditions import check_conditions
 from exercises.observations import LiveTensorMemory
-from exercises.testing import expect, test
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.zero_run import (
     LAYERS,
     TOLERANCE,
@@ -11,6 +12,7 @@ from exercises.zero_run import (
     FullyShardedReplica,
     Reference,
     batches,
+    declare_step,
     expect_about,
     expect_sent,
     loss_of,
@@ -27,7 +29,7 @@ def blocks_with_memory(zero) -> list[int]:
     return [index for index, flat in enumerate(zero.blocks) if flat.full.untyped_storage().nbytes()]
 
 
-@test(points=6, ranks=(1, 2, 3, 4))
+@test(points=5, ranks=(1, 2, 3, 4))
 def equals_one_process(answer, world, network):
     """Each step updates the masters as AdamW does on the whole model, and the model computes with what was gathered."""
     for prefetch in (True, False):
@@ -143,3 +145,16 @@ def freed_after_an_evaluation(answer, world, network):
         expect("bytes of each flat parameter after free_root", full, [0] * (LAYERS + 1))
         waiting = [record.name for record in network.records if record.waited is None]
         expect("collectives that nobody waited for", waiting, [])
+
+
+DECLARATION = declare_step(
+    lambda answer, group, width: FullyShardedReplica(answer.ZeroStage3, group, width),
+    kept=lambda ranks: 4 / ranks,
+    gathers_first=True,
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """A step on 1 to 7 ranks and in a group of only some ranks; memory between steps."""
+    check_conditions(DECLARATION, answer, world, network)

@@ -2,14 +2,16 @@
 
 import torch
 
+from exercises.conditions import check_conditions
 from exercises.observations import LiveTensorMemory
-from exercises.testing import expect, test
+from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.zero_run import (
     LAYERS,
     WIDTH,
     Reference,
     Replica,
     batches,
+    declare_step,
     expect_about,
     expect_equals_one_process,
     expect_gradients,
@@ -20,7 +22,7 @@ from exercises.zero_run import (
 )
 
 
-@test(points=5, ranks=(1, 2, 3, 4))
+@test(points=4, ranks=(1, 2, 3, 4))
 def equals_one_process(answer, world, network):
     """After each step all ranks have the parameters of AdamW on the whole model; ranks start from other values."""
     expect_equals_one_process(answer.ZeroStage2, network.group, world.size)
@@ -134,3 +136,15 @@ def reduced_from_the_last_block_on(answer, world, network):
         reductions = Reductions(zero, network, world)
         add(blocks[2])
         reductions.expect([2], f"after the last gradient of block 2, {when}")
+
+
+DECLARATION = declare_step(
+    lambda answer, group, width: Replica(answer.ZeroStage2, group, width),
+    kept=lambda ranks: 1 + 3 / ranks,
+)
+
+
+@test(points=1, ranks=CONDITION_RANKS)
+def holds_under_every_condition(answer, world, network):
+    """A step on 1 to 7 ranks and in a group of only some ranks; memory between steps."""
+    check_conditions(DECLARATION, answer, world, network)

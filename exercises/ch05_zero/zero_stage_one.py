@@ -24,7 +24,7 @@ from different values, which the first all-gather makes equal; root, blocks and 
 block is reduced twice, and after an aborted step; the gradients of the masters, None after clear; sums and updates in
 the masters' dtype, if it is wider; that `add` leaves the given gradient unchanged; update_parameters of a subclass with
 shards_parameters; the moments of each rank; bytes sent: one reduce-scatter and one all-gather per flat parameter and
-step; memory: no full gradient stays after finish.
+step; memory: no full gradient stays after finish; and up to 7 ranks, and a group of only some ranks.
 
 You may call:
     FlatParameter(parameters, masters, group, own_shard)   as in exercise 5.2; own_shard is self.shards_parameters

@@ -20,7 +20,8 @@ without prefetch, ranks that start from other values, and ranks without samples,
 before the first step, in the forward and backward of each block in two micro-batches, between steps; which blocks have
 memory and how many gathers are in flight when a block begins to compute; bytes sent: two all-gathers and one
 reduce-scatter per block and micro-batch, one of each for the root, nothing after the update; free_root after forwards
-under no_grad and after gather_block(0, 1), which leaves no gather that nobody waited for.
+under no_grad and after gather_block(0, 1), which leaves no gather that nobody waited for; and up to 7 ranks, and a
+group of only some ranks.
 
 You may call:
     flat.start_gather(), flat.wait(), flat.free()   as in exercise 5.2; start_gather does nothing if it has memory

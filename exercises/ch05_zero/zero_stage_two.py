@@ -17,7 +17,7 @@ Checked: parameters after three steps on 1 to 4 ranks against AdamW on the whole
 micro-batches, ranks without samples, which add no gradients, and other start values on each rank; memory when the
 backward of each block begins and after each micro-batch; bytes sent; when and in which order blocks are reduced, with
 gradients that are added by hand in other orders, with a block that gets none in a micro-batch, and after an aborted
-step.
+step; and up to 7 ranks, and a group of only some ranks.
 
 You may call:
     self.reduce(flat)   as in stage 1: takes the gradients of a flat parameter out of self.local and reduces them

@@ -10,6 +10,7 @@ torch calls a process group through method names that differ between releases (`
 from 2.13 on); every name is overridden here, and a test compares them with torch's.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -69,6 +70,13 @@ def is_backend_reference(tensor: Tensor) -> bool:
     counts live tensors leaves these out; the caller's own tensor is freed as soon as the caller drops it.
     """
     return _BACKEND_REFERENCES.get(id(tensor)) is tensor
+
+
+def wait_until_dropped(timeout_s: float) -> None:
+    """Wait until the backends' threads have dropped all tensors that they were passed, at most so long."""
+    deadline = time.monotonic() + timeout_s
+    while _BACKEND_REFERENCES and time.monotonic() < deadline:
+        time.sleep(1e-3)
 
 
 def _make_backend_reference(tensor: Tensor) -> Tensor:

@@ -209,6 +209,21 @@ def test_a_condition_alone_refuses_what_the_own_tests_of_an_exercise_let_pass(ch
     assert ONLY_BY_CONDITIONS[name] in message, message
 
 
+GROWN = {  # wrong answers whose memory grows: in backward, and in a model that the declared result leaves out
+    ("recomputed_block", "wrong_keeps_everything"): "the peak of memory during the call grows, in bytes",
+    ("master_weights", "wrong_values_kept_too"): "the memory that is kept after the call grows, in bytes",
+}
+
+
+@pytest.mark.parametrize(("name", "answer"), GROWN)
+def test_memory_grows_no_more_than_is_declared(check_answer, name, answer):
+    exercise = Catalogue()[name]
+    verdict = check_answer(exercise, stubs.generate_answer(exercise, answer), only=[CONDITIONS])
+    assert verdict.reported is not None
+    message = " ".join(report.format_finding(verdict.reported.finding))
+    assert GROWN[name, answer] in message, message
+
+
 def test_a_write_to_a_store_is_seen_in_every_call_of_a_test(monkeypatch):
     for name in side_effects._STORE_WRITES:  # so that they are as before when the test has ended
         monkeypatch.setattr(dist.Store, name, getattr(dist.Store, name))

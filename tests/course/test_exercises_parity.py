@@ -6,9 +6,10 @@ from exercises import parity_gate
 from exercises.__main__ import main
 from exercises.answers import Answer, Answers, Edit
 from exercises.catalogue import Catalogue
+from exercises.layouts import read_layouts, read_resumed
 from exercises.learner_pieces import LearnerPiece
 from exercises.parity import choose_cases, run_parity
-from exercises.parity_gate import judge_in_trainer, run_parity_gate
+from exercises.parity_gate import WITHOUT_EFFECT, judge_in_trainer, run_parity_gate
 from exercises.work import Work
 from minidist.errors import UserError
 
@@ -68,6 +69,22 @@ def test_the_gate_runs_right_answers_in_the_trainer_and_finds_a_wrong_one(server
     assert run_parity_gate([CATALOGUE["zero_stage_two"]], server)
     told = capsys.readouterr().out
     assert "zero_stage_two              green dp=2 zero2" in told and "3 right answers, refuses wrong_" in told
+
+
+QUICK = ("tree_broadcast",)  # besides zero_stage_two, above
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
+        for name in sorted(set().union(*read_layouts().values(), read_resumed()) - {"zero_stage_two"})
+    ],
+)
+def test_right_answers_equal_one_process_in_a_layout_that_refuses_a_wrong_one(server, name):
+    result = judge_in_trainer(CATALOGUE[name], server)
+    assert not result.problems and not result.reason
+    assert result.right > 2 and bool(result.refused) == (name not in WITHOUT_EFFECT)
 
 
 def test_the_gate_is_red_if_a_right_answer_is_not_or_if_no_wrong_answer_is_noticed(server, monkeypatch):

@@ -6,7 +6,7 @@ ready.
 
 ready_s, durations_s: one number per bucket. reduction_s(num_bytes) returns the seconds of one reduction. choices:
 sizes in bytes; the empty default stands for 2**16, 2**17, ... up to the first power of two that is not below
-total_bytes.
+total_bytes, or for 2**16 alone if total_bytes is smaller.
 Example: bucket_intervals([2, 1, 6], [3, 1, 1])   is [(2, 5), (5, 6), (6, 7)]: bucket 1 waits for bucket 0
     last_bucket_end_s(10, 4, 5.0, lambda n: 1 + n / 4)   is 7.5: 4, 4 and 2 bytes, ready after 2, 4 and 5 s
     best_bucket_bytes(10, 5.0, lambda n: 1 + n / 4, [2, 4, 8])   is 4: with 2 or 8 bytes the last ends after 8.5 s

@@ -13,10 +13,10 @@ Example: 3 ranks whose chunks are 1, 2, 3 (rank 0), 10, 20, 30 (rank 1) and 100,
     chunk 0 is summed on ranks 1, 2 and 0, in this order: 10, 110, 111
     ring_all_gather then leaves 111, 222, 333 on every rank; each rank has sent 2 + 2 chunks to its neighbour
 
-Checked: each half with equal, unequal and empty chunks, and every op; that ranks send to neighbours only, all at the
-same time (in one direction, or half in each), each chunk but one once; the all-reduce for every op, dtype, shape, size
-and group; that all ranks get the same bits; the elements that all ranks together send, and that they send equally
-much.
+Checked: each half with equal, unequal and empty chunks, and every op; that each rank sends to neighbours only (round
+the ring one way, or half of the elements each way), at the same time as the others, and each chunk but one once; the
+all-reduce for every op, dtype, shape, size and group; that all ranks get the same bits; the elements that all ranks
+together send, and that they send equally much.
 
 You may call:
     exchange(group, send=(tensor, peer), recv=(tensor, peer), op=op)   one round; each of the three may be left out;

@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check tree_broadcast
 
-Stub ee0a4992.
+Stub 4644cd83.
 """
 
 from torch import Tensor
@@ -33,7 +33,7 @@ from minidist.simple.collectives import exchange
 def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
     """Collective: reduce all ranks' `tensor` into rank `dst`'s; the other ranks' end up partially reduced.
 
-    The broadcast backwards: in each round the far half of the places sends to the near half.
+    The rounds of `tree_broadcast` in the opposite order, each with its senders and receivers exchanged.
     """
     raise NotImplementedError("reduce along the same tree, towards `dst`")
 

@@ -55,7 +55,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
     """Collective: reduce all ranks' `tensor` into rank `dst`'s; the other ranks' end up partially reduced.
 
-    The broadcast backwards: in each round the far half of the places sends to the near half.
+    The rounds of `tree_broadcast` in the opposite order, each with its senders and receivers exchanged.
     """
     size = group.size
     place = (group.rank - dst) % size

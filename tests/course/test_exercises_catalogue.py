@@ -77,7 +77,7 @@ def test_each_kind_has_its_keys_and_no_others(tmp_path, kind):
     others.update(fails="x", fault="x")
     for key in table.keys() - {"kind"}:
         write(file, exercise.name, {k: v for k, v in table.items() if k != key})
-        if key not in ("also", "imports", "statement"):
+        if key not in ("also", "imports", "statement"):  # these may be left out
             with pytest.raises(UserError, match=f"missing \\['{key}'(, 'route')?\\]; the keys of a {kind} are"):
                 Catalogue(tmp_path)
     for key in others.keys() - table.keys() - {"also"}:

@@ -1,5 +1,6 @@
 """Which ranks never return? The check starts each function below with gloo on the number of ranks in RANKS and passes
 it the rank. Fill in ANSWERS: the set of the ranks that never return, or set() if all return.
+A rank that has returned stays connected to the others.
 
 This file does not contain the answers: the check runs the functions and observes which ranks are blocked. Changing the
 functions does not help.

@@ -23,9 +23,10 @@ def compare_curves(
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Plot predicted curves as lines and measured ones as dots, on logarithmic axes, with one colour per name.
 
-    predicted, measured: (x, y) points by name, all above 0. y, x: axis labels with units. level: y of a horizontal
-    dotted line, None for none. Returns {"predicted": ..., "measured": ...}. Raises UserError when there is nothing to
-    draw, a curve is empty, or a number is not above 0 and finite.
+    predicted, measured: (x, y) points by name, all above 0. y, x: axis labels with units; an x label that begins with
+    "bytes" makes the numbers on that axis "10 kB", "1 MB". level: y of a horizontal dotted line, None for none. Returns
+    {"predicted": ..., "measured": ...}. Raises UserError when there is nothing to draw, a curve is empty, or a number
+    is not above 0 and finite.
     """
     drawn = {
         "predicted": {name: [(float(a), float(b)) for a, b in points] for name, points in predicted.items()},
@@ -84,7 +85,7 @@ def _draw_curves(drawn: Mapping[str, Mapping[str, Points]], y: str, x: str, leve
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    if x == "bytes":
+    if x.startswith("bytes"):
         axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)

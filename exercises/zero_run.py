@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exercises.conditions import Choices, Declaration, Growth
+from exercises.conditions import Choices, Declaration
 from exercises.expected_shards import shard_elements
 from exercises.testing import Wrong, expect
 from minidist.comm import Group, all_gather_object
@@ -18,7 +18,6 @@ TOLERANCE = 1e-11  # float64; another order of the sum over the ranks, times lr 
 LAYERS, MICRO_BATCHES, SAMPLES = 3, 2, 9
 WIDTH = 1170  # of a block of 64 KiB
 KIB = 1024
-PADDING = 0.02  # of a model's memory that flat parameters may add
 
 
 class Block(nn.Module):
@@ -259,13 +258,10 @@ def expect_equals_one_process(stage: type, group: Group, world_size: int) -> Non
             expect(what, parameters[name].detach(), value, case=case, tolerance=TOLERANCE)
 
 
-def declare_step(
-    make_replica: Callable[[Any, Group, int], Replica], kept: Callable[[int], float], gathers_first: bool = False
-) -> Declaration:
+def declare_step(make_replica: Callable[[Any, Group, int], Replica], gathers_first: bool = False) -> Declaration:
     """Declare a step of training, whose result is this rank's masters, by name.
 
-    make_replica: (answer, group, width) -> the model on this rank. kept: (number of ranks) -> how many times the
-    memory of the model's parameters a rank may keep between two steps. gathers_first: as of `Reference`.
+    make_replica: (answer, group, width) -> the model on this rank. gathers_first: as of `Reference`.
     """
 
     def run_step(answer: Any, group: Group, width: int, step: int) -> list[tuple[str, Tensor]]:
@@ -280,30 +276,9 @@ def declare_step(
         own = own_elements(len(ranks), rank, one.model)
         return [(name, one.values()[name].flatten()[own[name]]) for name in sorted(own)]
 
-    def run_two_steps(answer: Any, group: Group, width: int, step: int) -> Replica:
-        replica = make_replica(answer, group, width)
-        for _ in range(2):
-            replica.zero.clear()
-            replica.zero.gather_root()
-            loss_of(replica.model, batches(0, group.rank, group.size, 1)[0][:1]).backward()
-            replica.zero.end_micro_batch()
-            replica.zero.finish()
-            replica.optimizer.step()
-            replica.zero.update_parameters()
-        return replica
-
-    def parameter_bytes(arguments: dict[str, Any]) -> int:
-        return sum(parameter.nbytes for parameter in Net(0, arguments["width"]).parameters())
-
     return Declaration(
         inputs={"width": Choices((5,)), "step": Choices((0, 1))},
         call=run_step,
         reference=run_in_one_process,
         roundings=1000,  # another order of the sum over the ranks, times lr / eps
-        growth=Growth(
-            ({"width": {"value": WIDTH}}, {"width": {"value": 2 * WIDTH}}),
-            peak_bytes=None,  # the tests of each stage look at every moment of a step
-            kept_bytes=lambda arguments, ranks: (kept(ranks) + PADDING) * parameter_bytes(arguments),
-            call=run_two_steps,
-        ),
     )

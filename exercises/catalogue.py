@@ -23,7 +23,7 @@ KINDS = {
     "debug": ("route", "defines", "guards", "changes", "fails", "fault"),
     "predict": ("route", "changes"),
 }
-_OPTIONAL = {"piece": ("also", "optional", "route")}
+_OPTIONAL = {"piece": ("also", "optional", "route"), "debug": ("also_faulty",)}
 NONE = "none: "  # before the reason of a route
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
@@ -65,7 +65,8 @@ class Exercise:
     blank lines may call, with signatures. guards: forbidden ready-made equivalents (`numpy.array_split`). optional:
     whether the course goes on without it.
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
-    a program must fail. fault: the faulty line of a debugging exercise's stub.
+    a program must fail. fault: the faulty line of a debugging exercise's stub; also_faulty: other lines that may be
+    blamed, as the fault lies in what they do together.
     imports: modules that ranks import while they run the tests, at a cost, as the first step of an optimizer imports
     torch._dynamo (0.6 s); a rank server preloads them, see `exercises.check.modules_to_preload`.
     route: empty for a piece that some layout of the simple trainer calls (see `exercises.layouts`); otherwise "none: "
@@ -93,6 +94,7 @@ class Exercise:
     defines: tuple[str, ...] = ()
     fails: str = ""
     fault: str = ""
+    also_faulty: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     optional: bool = False
 
@@ -151,6 +153,11 @@ class Exercise:
     def modules(self) -> tuple[str, ...]:
         """The modules that define the symbols of a piece, without duplicates."""
         return tuple(dict.fromkeys(piece.split(":")[0] for piece in self.pieces))
+
+    @property
+    def guarded_modules(self) -> tuple[str, ...]:
+        """The modules that hold the forbidden ready-made equivalents, without duplicates."""
+        return tuple(dict.fromkeys(split_owner(name)[0] for name in self.guards))
 
     @property
     def source(self) -> Path:
@@ -283,6 +290,18 @@ def _check_exercise(exercise: Exercise, where: str) -> None:
         raise UserError(f"{where} fails must be one of its tests, not {exercise.fails!r}")
     if "fault" in KINDS[exercise.kind] and not exercise.fault:
         raise UserError(f"{where} fault must be the line of the stub that is to be found")
+
+
+def split_owner(name: str) -> tuple[str, list[str]]:
+    """Split the dotted name of a function or class into that of its module and the parts within it.
+
+    A part that begins with a capital is a class, as in `torch.Tensor.chunk`; all before the first class, or before the
+    function, is the module.
+    """
+    *path, last = name.split(".")
+    classes = [place for place, part in enumerate(path) if part[0].isupper()]
+    end = classes[0] if classes else len(path)
+    return ".".join(path[:end]), [*path[end:], last]
 
 
 def _parse_test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:

@@ -72,11 +72,11 @@ class Verdict:
 def modules_to_preload(exercises: Iterable[Exercise]) -> tuple[str, ...]:
     """Return the modules that a rank server should preload to grade only these exercises.
 
-    They are the grader's, those that define the pieces, what the tests import, and what runs of the exercise import:
-    each rank would do it again.
+    They are the grader's, those that hold the pieces and their guarded equivalents, what the tests import, and what
+    runs of the exercise import: each rank would do it again.
     """
     exercises = list(exercises)
-    found = {module for exercise in exercises for module in exercise.modules}
+    found = {module for exercise in exercises for module in (*exercise.modules, *exercise.guarded_modules)}
     for exercise in exercises:
         for node in ast.parse(exercise.test_file.read_text()).body:
             if isinstance(node, ast.Import):
@@ -114,9 +114,9 @@ def check(
         return Verdict(exercise, content, _results(tests, _forbidden_code_findings(tests, content, *reached)))
     if exercise.kind == "predict" and measured is None:
         measured = find_stuck_ranks(exercise.source, [test.id for test in tests], server)
-    fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
+    faulty_lines = stubs.faulty_lines(exercise) if exercise.fault else None
     sizes = read_world_sizes(exercise.source) if exercise.kind == "predict" else None
-    offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
+    offered, secret = {"measured": measured, "sizes": sizes, "faulty_lines": faulty_lines}, _secret(exercise, answer)
     with open_scratch(server) as folder:
         # A copy, as the learner may edit the file. It keeps the last two parts of the path, which messages show.
         copy = folder.write(f"{answer.parent.name}/{answer.name}", content)

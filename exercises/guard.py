@@ -16,6 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import minidist
+from exercises.catalogue import split_owner
 from minidist.tools.pieces import SymbolReplacements
 
 _NO_FILES = "an answer must not write files"
@@ -94,7 +95,8 @@ class Guard:
 
     def _guard_name(self, name: str, why: str) -> None:
         """Replace a function, `module.name`, by one that is forbidden to the learner's file. why: the message."""
-        owner, attribute = _find_owner(name)
+        module, (*classes, attribute) = split_owner(name)
+        owner = functools.reduce(getattr, classes, importlib.import_module(module))
         original = getattr(owner, attribute)
 
         @functools.wraps(original, updated=())
@@ -194,17 +196,3 @@ class Guard:
                 return True
             frame = frame.f_back
         return False
-
-
-def _find_owner(name: str) -> tuple[Any, str]:
-    """Return the owner (module or class) of a dotted name, and the name's last part."""
-    *path, attribute = name.split(".")
-    for end in range(len(path), 0, -1):
-        try:
-            owner: Any = importlib.import_module(".".join(path[:end]))
-        except ModuleNotFoundError:
-            continue
-        for part in path[end:]:
-            owner = getattr(owner, part)
-        return owner, attribute
-    raise ModuleNotFoundError(f"no module holds {name}")

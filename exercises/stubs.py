@@ -44,17 +44,25 @@ def generate_empty_answer(exercise: Exercise) -> str:
     return "\n\n".join([*functions, *(f"{name} = {{}}\n" for name in exercise.symbols if name.isupper())])
 
 
-def fault_line(exercise: Exercise) -> int:
-    """Return the line number of a debugging exercise's fault. Raises UserError unless it occurs exactly once."""
+def faulty_lines(exercise: Exercise) -> list[tuple[int, str]]:
+    """Return number and text of the lines of a debugging exercise that may be blamed, that of the fault first.
+
+    Raises UserError unless each occurs exactly once.
+    """
+    return [(_find_line(exercise, text), text) for text in (exercise.fault, *exercise.also_faulty)]
+
+
+def _find_line(exercise: Exercise, wanted: str) -> int:
+    """Return the number of a line of the stub. Raises UserError unless it occurs exactly once."""
 
     def numbers(text: str) -> list[int]:
-        return [number for number, line in enumerate(text.splitlines(), 1) if line.strip() == exercise.fault]
+        return [number for number, line in enumerate(text.splitlines(), 1) if line.strip() == wanted]
 
     found = numbers(exercise.stub.read_text())
     if len(found) != 1:  # somebody has written to the stub; a student's copy of the course cannot generate one
         found = numbers(generate_stub(exercise))
     if len(found) != 1:
-        raise UserError(f"{exercise.name}: the stub has {len(found)} lines {exercise.fault!r}, and must have one")
+        raise UserError(f"{exercise.name}: the stub has {len(found)} lines {wanted!r}, and must have one")
     return found[0]
 
 

@@ -13,6 +13,7 @@ new processes, and ends at the first failure, so cases go from small to large.
 import functools
 import inspect
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -127,6 +128,33 @@ def expect_prediction(answer: Any, name: str, measured: list[int], size: int) ->
     else:
         what = "the ranks in your answer wait for ever, but so do others"
     raise Wrong("wrong", what, got=", ".join(map(str, given)) or "no rank", case=case)
+
+
+def expect_invariant(given: Any, violated: str, keys: Sequence[str]) -> None:
+    """Fail unless the answer to a debugging exercise names the rule that the original program violates.
+
+    given: its INVARIANT. keys: of all rules.
+    """
+    if not given:
+        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
+    if given not in keys:
+        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(keys)}", show(given))
+    if given != violated:
+        what = "the original program satisfies this rule; INVARIANT must name the rule that it violates"
+        raise Wrong("wrong", what, got=show(given))
+
+
+def expect_faulty_line(given: Any, faulty_lines: Sequence[tuple[int, str]]) -> None:
+    """Fail unless the answer to a debugging exercise names a faulty line, by its number or its text.
+
+    given: its LINE. faulty_lines: number and text of each line of the original file that may be blamed.
+    """
+    if not given:
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
+    if not any(str(given).strip() in (str(number), text) for number, text in faulty_lines):
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))
 
 
 def show(value: Any) -> str:
@@ -291,9 +319,14 @@ def _same(got: Any, expected: Any, tolerance: float) -> bool:
     Numbers are of exactly Python's classes: others could claim any equality.
     """
     if isinstance(expected, list):
-        return _are_comparable(got, expected) and all(
-            _same(a, b, tolerance) for a, b in zip(got, expected, strict=True)
-        )
+        if not _are_comparable(got, expected):
+            return False
+        if set(map(type, got)) == {float} == set(map(type, expected)):
+            # Most are equal: that is seen here, without a call per number.
+            differences = map(abs, map(operator.sub, got, expected))
+            if got == expected or all(map(float(tolerance).__ge__, differences)):
+                return True
+        return all(_same(a, b, tolerance) for a, b in zip(got, expected, strict=True))
     if isinstance(expected, dict):
         is_dict = type(got) is dict and got.keys() == expected.keys()
         return is_dict and all(_same(got[key], item, 0.0) for key, item in expected.items())

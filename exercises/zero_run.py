@@ -56,6 +56,11 @@ class Net(nn.Module):
         return out + self.rare * data.sum() if len(data) and data[0, 0] > 0 else out
 
 
+def flat_parameters(model: Net) -> dict[str, Tensor]:
+    """Return views of the parameters, each with one dimension, by name."""
+    return {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
+
+
 def names_by_block(model: Net) -> list[list[str]]:
     """Return the parameter names of each flat parameter: by block in the order of forward, then all others."""
     names = [name for name, _ in model.named_parameters()]
@@ -147,12 +152,13 @@ class Reference:
     def __init__(self, size: int, gathers_first: bool = False):
         self.models, self.size = [Net(rank) for rank in range(size)], size
         self.model = Net(0)
-        values = [dict(model.named_parameters()) for model in self.models]
+        values = [flat_parameters(model) for model in self.models]
+        own = flat_parameters(self.model)
         for names in names_by_block(self.model):
-            sizes = {name: values[0][name].numel() for name in names}
+            sizes = {name: own[name].numel() for name in names}
             for rank, shard in enumerate(shard_elements(sizes, size)):
                 for name, index in filter(None, shard):
-                    dict(self.model.named_parameters())[name].data.view(-1)[index] = values[rank][name].view(-1)[index]
+                    own[name][index] = values[rank][name][index]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
         if gathers_first:
             self._gather()
@@ -172,8 +178,9 @@ class Reference:
 
     def train(self, step: int, count: int = MICRO_BATCHES) -> None:
         """Train one step in one process."""
+        parameters = dict(self.model.named_parameters())
         for name, gradient in self.gradients(step, count).items():
-            dict(self.model.named_parameters())[name].grad = gradient
+            parameters[name].grad = gradient
         self.optimizer.step()
         self._gather()
 
@@ -273,8 +280,8 @@ def declare_step(make_replica: Callable[[Any, Group, int], Replica], gathers_fir
         one = Reference(len(ranks), gathers_first)
         with torch.enable_grad():
             one.train(ranks[0]["step"])
-        own = own_elements(len(ranks), rank, one.model)
-        return [(name, one.values()[name].flatten()[own[name]]) for name in sorted(own)]
+        own, values = own_elements(len(ranks), rank, one.model), flat_parameters(one.model)
+        return [(name, values[name][own[name]]) for name in sorted(own)]
 
     return Declaration(
         inputs={"width": Choices((5,)), "step": Choices((0, 1))},

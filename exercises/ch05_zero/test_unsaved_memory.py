@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from exercises.observations import LiveTensorMemory, PythonMemory
-from exercises.testing import Wrong, expect, show, test
+from exercises.testing import Wrong, expect, expect_faulty_line, expect_invariant, show, test
 
 BATCH, EPOCHS = 12, 1
 STEPS = EPOCHS * 2
@@ -121,26 +121,10 @@ def no_more_bytes_than_an_all_reduce(answer, world, run):
 @test(points=2)
 def names_the_invariant(answer):
     """INVARIANT is the rule that the original program violates."""
-    given = answer.INVARIANT
-    if not given:
-        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
-    if given not in KEYS:
-        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
-    if given != "states":
-        raise Wrong(
-            "wrong",
-            "the original program satisfies this rule; INVARIANT must name the rule that it violates",
-            got=show(given),
-        )
+    expect_invariant(answer.INVARIANT, "states", KEYS)
 
 
 @test(points=2)
-def names_the_line(answer, fault):
+def names_the_line(answer, faulty_lines):
     """LINE is the line of the original file that violates the rule."""
-    given, (number, text) = answer.LINE, fault
-    if not given:
-        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
-    if isinstance(given, bool) or not isinstance(given, int | str):
-        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
-    if str(given).strip() not in (str(number), text):
-        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))
+    expect_faulty_line(answer.LINE, faulty_lines)

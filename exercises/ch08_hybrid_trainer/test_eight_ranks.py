@@ -2,7 +2,7 @@
 
 import torch
 
-from exercises.testing import Wrong, expect, show, test
+from exercises.testing import Wrong, expect, expect_faulty_line, expect_invariant, show, test
 
 VOCABULARY, HIDDEN, INNER, LAYERS, SAMPLES = 7, 4, 6, 4, 9  # nine samples on two ranks, in two micro-batches
 SPLIT = {"up": 0, "down": 1}
@@ -106,22 +106,10 @@ def three_axes(answer, world, run):
 @test(points=2)
 def names_the_invariant(answer):
     """INVARIANT is the rule that the original program violates."""
-    given = answer.INVARIANT
-    if not given:
-        raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
-    if given not in KEYS:
-        raise Wrong("wrong", "INVARIANT is not a key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
-    if given != "once":
-        raise Wrong("wrong", "the program obeys this rule; INVARIANT must name the one it violates", got=show(given))
+    expect_invariant(answer.INVARIANT, "once", KEYS)
 
 
 @test(points=2)
-def names_the_line(answer, fault):
-    """LINE is the line that violates it, in the original file."""
-    given, (number, text) = answer.LINE, fault
-    if not given:
-        raise Wrong("unwritten", "LINE names no line yet: give its number in the original file, or its text")
-    if isinstance(given, bool) or not isinstance(given, int | str):
-        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
-    if str(given).strip() not in (str(number), text):
-        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))
+def names_the_line(answer, faulty_lines):
+    """LINE is the line of the original file that violates the rule."""
+    expect_faulty_line(answer.LINE, faulty_lines)

@@ -136,7 +136,8 @@ def test_raw_calls_of_a_piece_are_on_the_status_page(check_answer):
 
 @pytest.mark.parametrize("kind", ["number", "text", "text with spaces", "number as text"])
 def test_the_line_of_a_debugging_exercise_is_given_by_number_or_text(check_answer, kind):
-    number, text = stubs.fault_line(DEBUG), DEBUG.fault
+    ((number, text),) = stubs.faulty_lines(DEBUG)
+    assert text == DEBUG.fault
     assert stubs.generate_stub(DEBUG).splitlines()[number - 1].strip() == text
     told = {"number": number, "text": text, "text with spaces": f"    {text} "}.get(kind, f" {number}")
     file = f"INVARIANT = ''\nLINE = {told!r}\n\n\ndef main():\n    pass\n"
@@ -170,9 +171,18 @@ def test_a_wrong_prediction_is_not_corrected(check_answer):
         assert finding.kind == "wrong" and not finding.expected
 
 
+def test_another_line_of_the_fault_may_be_blamed(check_answer):
+    exercise = Catalogue()["fast_pipeline"]
+    stub, lines = stubs.generate_stub(exercise).splitlines(), stubs.faulty_lines(exercise)
+    assert len(lines) == 2 and all(stub[number - 1].strip() == text for number, text in lines)
+    for told in (each for line in lines for each in line):
+        file = f"INVARIANT = ''\nLINE = {told!r}\n\n\ndef main():\n    pass\n"
+        assert check_answer(exercise, file, only=["names_the_line"]).passed, told
+
+
 def test_a_stub_that_cannot_be_made_is_reported():
     with pytest.raises(UserError, match="the stub has 0 lines 'mean_of_nothing', and must have one"):
-        stubs.fault_line(dataclasses.replace(DEBUG, fault="mean_of_nothing"))
+        stubs.faulty_lines(dataclasses.replace(DEBUG, fault="mean_of_nothing"))
     change = dataclasses.replace(SCRIPT.changes[0], first="no such line")
     with pytest.raises(UserError, match="no lines from 'no such line' to .* in repaired_script.py"):
         stubs.generate_stub(dataclasses.replace(SCRIPT, changes=(change,)))

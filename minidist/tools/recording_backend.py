@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
-from torch.utils._pytree import tree_map_only
 
 from minidist.comm.collectives import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
@@ -86,6 +85,13 @@ def _make_backend_reference(tensor: Tensor) -> Tensor:
     return reference
 
 
+def _make_backend_references(value: Any) -> Any:
+    """Return the value, a tensor or nested lists, with backend references in place of its tensors."""
+    if isinstance(value, Tensor):
+        return _make_backend_reference(value)
+    return [_make_backend_references(each) for each in value] if isinstance(value, list) else value
+
+
 class _InnerGroup:
     """A torch process group whose methods get backend references of the tensors with which they are called."""
 
@@ -94,7 +100,7 @@ class _InnerGroup:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._group, name)
-        return lambda *args: method(*tree_map_only(Tensor, _make_backend_reference, args))
+        return lambda *args: method(*map(_make_backend_references, args))
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:

@@ -172,7 +172,7 @@ def test_a_wrong_prediction_is_not_corrected(check_answer):
 
 
 def test_another_line_of_the_fault_may_be_blamed(check_answer):
-    exercise = Catalogue()["fast_pipeline"]
+    exercise = CATALOGUE["fast_pipeline"]
     stub, lines = stubs.generate_stub(exercise).splitlines(), stubs.faulty_lines(exercise)
     assert len(lines) == 2 and all(stub[number - 1].strip() == text for number, text in lines)
     for told in (each for line in lines for each in line):

@@ -59,9 +59,9 @@ class TransferRecorder:
         pairs = zip(sends, receives, strict=False)
         starts_before_receiving = all(other.waited is None or one.launched < other.waited for one, other in pairs)
         at_once = sum(all_gather_object(starts_before_receiving, self._network.group))
-        if at_once < world.size // 2:  # every other rank may receive first
+        if at_once < world.size:
             what = "ranks that start to send before they have received; the others wait for them"
-            raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))
+            raise Wrong("wrong", what, f"all {world.size}", str(at_once))
 
 
 def expect_done_or_refused(call, tensor, expected) -> None:

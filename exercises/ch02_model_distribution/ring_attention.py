@@ -15,8 +15,8 @@ Example: 2 ranks with one token each, d = 1, all queries and keys 0, values 1 on
 
 Checked: output and log-sum-exp on 1 to 4 ranks against one process in float64, for three layouts and 1 to 6 tokens per
 rank; merge_block for blocks of any size in any order; scores in the thousands; what each rank sends, which is its block
-n - 1 times to one neighbour; what send_to_next returns; memory, which must not grow with the number of ranks; and
-float32, other strides and groups on 1 to 7 ranks.
+n - 1 times to one neighbour, in one message or several; what send_to_next sends and returns; memory, which must not
+grow with the number of ranks; and float32, other strides and groups on 1 to 7 ranks.
 
 You may call:
     batch_send_recv([P2POp("send", tensor, to), P2POp("recv", tensor, source)], group)   both at once; returns when done

@@ -6,7 +6,8 @@ the ring with their block and return to the rank that owns it.
 
 grad, query, key, value, out: (b, heads, s / n, d), in one dtype, fp32 or fp64; grad is the gradient of out. lse: (b,
 heads, s / n), over all keys of the sequence. positions: (n, s / n) int64, row r those of rank r, in any layout. Returns
-three new tensors, the gradients of query, key and value, of their shapes and dtype. Arguments do not change.
+three new tensors, or views of one, the gradients of query, key and value, of their shapes and dtype. Arguments do not
+change.
 Example: 2 ranks with one token each, d = 1, positions [[0], [1]], all queries and all grad 1, keys 0 on rank 0 and
     log 3 on rank 1, values 1 and 5. The weights are [1] on rank 0 and [1/4, 3/4] on rank 1, so out is 1 and 4, lse 0
     and log 4. Rank 0 returns 0, -0.75 and 1.25; rank 1 returns 0.75 log 3 = 0.8240, 0.75 and 0.75.

@@ -104,7 +104,7 @@ def large_scores(answer, world, network):
 
 @test(points=2, ranks=(1, 2, 3, 4))
 def sends_to_the_next_rank(answer, world, network):
-    """`send_to_next` returns a new tensor with what the previous rank sent, of any shape and dtype."""
+    """`send_to_next` returns what the previous rank sent, of any shape and dtype; it sends nothing if it need not."""
     for shape, dtype in (
         ((3,), torch.float64),
         ((2, 5, 1), torch.int64),
@@ -112,11 +112,15 @@ def sends_to_the_next_rank(answer, world, network):
         ((0,), torch.float32),
     ):
         sent = torch.full(shape, world.rank + 1).to(dtype)
-        got = answer.send_to_next(sent, network.group)
+        with TransferRecorder(network) as recorder:
+            got = answer.send_to_next(sent, network.group)
         wanted = torch.full(shape, (world.rank - 1) % world.size + 1).to(dtype)
         expect(f"what rank {world.rank} receives", got, wanted, case=f"{dtype} of shape {shape}")
         expect("dtype", str(got.dtype), str(dtype))
         expect("the tensor that was sent, afterwards", sent, torch.full(shape, world.rank + 1).to(dtype))
+        if world.size == 1 or not sent.numel():
+            case = f"{dtype} of shape {shape} on {world.size} ranks"
+            expect("operations that send_to_next calls", [name for name, *_ in recorder.transfers], [], case=case)
 
 
 @test(points=4, ranks=(2, 3, 4))

@@ -127,7 +127,7 @@ def memory_of_one_block(answer, world, network):
     """A rank holds a few blocks of keys and values and of scores, however many ranks there are."""
     for each, width, unit, what, limit, growth in (
         (192, WIDTH, 192 * 192, "score matrices of one block", SCORES_LIMIT, 1.5),
-        (4, 1024, 4 * 1024, "tensors of the size of a rank's keys", BLOCKS_LIMIT, 3),
+        (4, 1024, 4 * 1024, "tensors of the size of a rank's keys", BLOCKS_LIMIT, 3.5),
     ):
         unit *= BATCH * HEADS * 8
         peak = peak_memory(answer, network.group, each, width)

@@ -30,19 +30,26 @@ def run_stage(parameters, x, is_loss=False):
 
 
 class MicroBatch:
-    """A micro-batch of a stage: its input, output and the output's gradient, and what torch's backward computes."""
+    """A micro-batch of a stage: its input, output and the output's gradient, and what torch's backward computes.
 
-    def __init__(self, parameters, salt, shape=(5, 4), is_loss=False, is_first=False):
+    scale: a factor of the output's gradient. has_grad: whether the input has a gradient before.
+    """
+
+    def __init__(self, parameters, salt, shape=(5, 4), is_loss=False, is_first=False, scale=1.0, has_grad=False):
         self.parameters, self.shape = parameters, shape
         x = draw(salt, *shape)
-        self.grad = None if is_loss else draw(salt + 1, *shape[:-1], 3)
+        self.grad = None if is_loss else scale * draw(salt + 1, *shape[:-1], 3)
         self.hidden = None if is_first else x.clone().requires_grad_()
         self.out = run_stage(parameters, x if is_first else self.hidden, is_loss)
         other, x = make_parameters(), x.clone().requires_grad_()
         run_stage(other, x, is_loss).backward(self.grad)
         self.wanted_hidden = x.grad
+        if has_grad:
+            self.hidden.grad = draw(salt + 2, *shape)
+            self.wanted_hidden = x.grad + self.hidden.grad
         self.wanted = {name: each.grad for name, each in other.items() if each.grad is not None}
         self.case = f"hidden states of shape {shape}" + ", the last stage" * is_loss + ", the first stage" * is_first
+        self.case += ", whose .grad is there already" * has_grad + ", a gradient of zeros" * (scale == 0)
 
     def first_half(self, answer):
         answer.backward_of_input(self.out, self.hidden, self.grad)
@@ -91,6 +98,10 @@ def both_halves_equal_torchs_backward(answer):
             micro_batch = MicroBatch(make_parameters(), 10, shape, is_loss, is_first)
             micro_batch.first_half(answer)
             micro_batch.second_half(answer)
+    for options in ({"has_grad": True}, {"scale": 0.0}):  # out depends on the parameters also if their gradient is 0
+        micro_batch = MicroBatch(make_parameters(), 10, **options)
+        micro_batch.first_half(answer)
+        micro_batch.second_half(answer)
 
 
 @test(points=3)

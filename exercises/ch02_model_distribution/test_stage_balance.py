@@ -1,12 +1,14 @@
 """Tests of stage_balance: the reference enumerates every split, with exact fractions."""
 
+import functools
 import itertools
 import operator
 from fractions import Fraction
 
-from exercises.testing import Wrong, expect, test
+from exercises.testing import Wrong, expect, show, test
 
-# costs, stages, chunks, embedding, head. Fractions are of powers of two, so that no rounding breaks a tie.
+# costs, stages, chunks, embedding, head. Fractions are of powers of two, so that no rounding breaks a tie, except where
+# the test is about rounding.
 CASES = [
     ([1, 1, 1, 1], 2, 1, 0, 0),
     ([5, 1, 1, 1, 1], 2, 1, 0, 0),
@@ -31,6 +33,8 @@ TIED = [
     ([1, 1, 5, 1, 1, 1], 4, 1, 0, 0),
     ([0.125] * 7, 4, 1, 0, 0),
     ([6, 1, 1, 1, 1, 1, 1, 1], 4, 1, 0, 0),
+    ([0.3] * 4, 3, 1, 0, 0),  # the squares of such costs are equal only if they are exact
+    ([0.7] * 5, 4, 1, 0, 0),
 ]
 CHUNKS = [
     ([1] * 8, 2, 2, 0, 2),
@@ -84,7 +88,7 @@ def costliest_is_least(answer, cases):
         expect("the cost of the costliest part", float(got), float(wanted), case=case)
 
 
-@test(points=4)
+@test(points=3)
 def smallest_largest_cost(answer):
     """The cost of the costliest part is the smallest possible."""
     costliest_is_least(answer, CASES)
@@ -110,6 +114,29 @@ def chunks_make_more_parts(answer):
     for case in CHUNKS:
         costs, _, _, embedding, head = case
         expect("the layers of the parts", cut(answer, *case), best(*case), case=describe_case(costs, embedding, head))
+
+
+@test(points=1)
+def combined_values_of_parts(answer):
+    """_cut finds the least combined value for any value and join, from the first part to the last one."""
+    joins = (("2 * a + b", lambda a, b: 2 * a + b), ("max(a, b) + 1", lambda a, b: max(a, b) + 1))
+    for costs, parts in (([4, 2], 1), ([2, 7, 1, 1], 2), ([1, 5, 1], 3), ([3, 1, 2, 5, 1], 3)):
+        ends = [0, *itertools.accumulate(costs)]
+        partitions = [(*inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
+        for text, join in joins:
+            values = {}
+            for cuts in partitions:
+                totals = [ends[end] - ends[first] for first, end in itertools.pairwise((0, *cuts))]
+                values[cuts] = functools.reduce(join, [total**2 for total in totals], 0)
+            case = f"_cut({ends}, {parts}, lambda cost: cost**2, lambda a, b: {text})"
+            got = answer._cut(list(ends), parts, lambda cost: cost**2, join)
+            if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], tuple)):
+                raise Wrong(
+                    "type", "what _cut returns", "a value and a tuple of the ends of the parts", show(got), case
+                )
+            least = min(values.values())
+            expect("the least combined value", got[0], least, case=case)
+            expect("the combined value of the parts with the returned ends", values.get(got[1]), least, case=case)
 
 
 @test(points=2)

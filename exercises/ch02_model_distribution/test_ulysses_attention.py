@@ -16,8 +16,11 @@ MOST = 4  # all-to-alls of a query's size, in forward and in backward: query, ke
 
 def draw(salt, heads, length, dtype=torch.float64):
     """Return a tensor (BATCH, heads, length, WIDTH) that is equal on all ranks."""
-    generator = torch.Generator().manual_seed(salt)
-    return torch.randn(BATCH, heads, length, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    return draw_shape(salt, BATCH, heads, length, WIDTH).to(dtype)
+
+
+def draw_shape(salt, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(salt), dtype=torch.float64)
 
 
 def attend_causally(query, key, value):
@@ -84,25 +87,20 @@ def attention_of_one_process(answer, world, network):
 
 @test(points=5, ranks=(1, 2, 3, 4))
 def exchanges_of_heads_and_tokens(answer, world, network):
-    """`SwapShards` gives a rank its heads of all tokens in rank order, or all heads of its tokens; gradients return."""
-    for heads, each in ((world.size, 1), (2 * world.size, 3), (3 * world.size, 2)):
-        n, group = heads // world.size, network.group
-        mine = slice(world.rank * n, (world.rank + 1) * n)
-        tokens = slice(world.rank * each, (world.rank + 1) * each)
-        full, grad = draw(5, heads, world.size * each), draw(6, heads, world.size * each)
-        pairs = (
-            (1, 2, (slice(None), slice(None), tokens), (slice(None), mine)),
-            (2, 1, (slice(None), mine), (slice(None), slice(None), tokens)),
-        )
-        for split, join, given, wanted in pairs:
-            x = full[given].contiguous().requires_grad_()
-            case = f"split={split}, join={join}: {heads} heads, {each} tokens each, {world.size} ranks"
-            result = answer.SwapShards.apply(x, split, join, group)
-            expect("the result of SwapShards", result, full[wanted], case=case)
-            expect("whether the result has a gradient function", result.requires_grad, True, case=case)
-            (gradient,) = torch.autograd.grad(result, x, grad[wanted])
-            expect("the gradient of SwapShards' argument", gradient, grad[given], case=case)
-            expect("the argument afterwards", x, full[given], case=case)
+    """`SwapShards` exchanges slices of two dimensions, such as heads and tokens, in rank order; gradients return."""
+    n, rank = world.size, world.rank
+    shapes = ((BATCH, n, n, WIDTH), (BATCH, 2 * n, 3 * n, WIDTH), (BATCH, 3 * n, 2 * n, WIDTH))
+    cases = [(shape, *dims) for shape in shapes for dims in ((1, 2), (2, 1))]
+    for shape, split, join in (*cases, ((n, 3, 2, 2 * n), 0, 3), ((3 * n, 2, n, 2), 2, 0)):
+        full, grad = (draw_shape(salt, *shape) for salt in (5, 6))
+        x = full.chunk(n, join)[rank].contiguous().requires_grad_()
+        case = f"split={split}, join={join}, x of shape {tuple(x.shape)}, {n} ranks"
+        result = answer.SwapShards.apply(x, split, join, network.group)
+        expect("the result of SwapShards", result, full.chunk(n, split)[rank], case=case)
+        expect("whether the result has a gradient function", result.requires_grad, True, case=case)
+        (gradient,) = torch.autograd.grad(result, x, grad.chunk(n, split)[rank])
+        expect("the gradient of SwapShards' argument", gradient, grad.chunk(n, join)[rank], case=case)
+        expect("the argument afterwards", x, full.chunk(n, join)[rank], case=case)
 
 
 @test(points=3, ranks=(1, 2, 3, 4))

@@ -27,7 +27,7 @@ You may call:
 
 Check it with: python -m exercises check ring_all_reduce
 
-Stub b7e8ed44.
+Stub 15c9614d.
 """
 
 from torch import Tensor
@@ -39,8 +39,8 @@ from minidist.simple.collectives import exchange
 def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
     """Collective: reduce in place; afterwards `chunks[rank]` is fully reduced, the others partially.
 
-    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on rank c + 1, and every rank that it passes
-    adds its own values.
+    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on the rank after c, in the direction in
+    which it goes round, and every rank that it passes adds its own values.
     """
     raise NotImplementedError("send chunks round the ring and reduce this rank's values into them")
 

@@ -2,7 +2,7 @@
 
 from exercises.testing import expect, expect_raises, test
 
-SIZES = (1, 2, 3, 4, 5, 8, 9)
+SIZES = range(1, 10)
 LATENCY_S, BYTES_PER_S = 2.0**-10, 2.0**30
 
 

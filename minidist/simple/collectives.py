@@ -77,8 +77,8 @@ def tree_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
     """Collective: reduce in place; afterwards `chunks[rank]` is fully reduced, the others partially.
 
-    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on rank c + 1, and every rank that it passes
-    adds its own values.
+    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on the rank after c, in the direction in
+    which it goes round, and every rank that it passes adds its own values.
     """
     size, rank = group.size, group.rank
     for step in range(size - 1):

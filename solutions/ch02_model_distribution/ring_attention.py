@@ -38,6 +38,7 @@ Usual wrong answers:
 * receives into the tensor that it sends
 * returns a view of a longer tensor, which stays in memory as long as the result
 * sends keys and values as float32, whatever their dtype
+* sends tensors without elements as well
 * sends to the previous rank, and receives from the next one
 * sends every block once more, back to its owner
 * returns zeros

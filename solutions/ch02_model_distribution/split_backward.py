@@ -12,10 +12,12 @@ parameter is called, so the executor passes the gradients to the reducer itself.
 
 Usual wrong answers:
 * runs every W at the end, so that all micro-batches stay in memory
+* replaces a gradient that the input has already
 * writes the result into the list that it was given
 * the package's own
 * computes the weight gradients in the first half as well, and takes them away again
 * returns one number for every result
+* leaves out parameters whose gradient is all zeros
 * takes it for granted that there is an input
 * computes everything in the first half, and so gives the parameters a .grad
 * starts the second half from ones, whatever the gradient of the output is

@@ -17,9 +17,12 @@ Usual wrong answers:
 * gives every part equally many layers, whatever their cost
 * fills each part up to the mean cost, and the last part takes the rest
 * returns any split with the smallest largest cost
+* takes the first part's value as it is, without joining it to 0
 * adds the head to the first part and the embedding to the last
+* passes the arguments of join in the opposite order
 * breaks ties by more layers in earlier parts
 * minimizes the sum of squares only, not the largest cost
+* squares in floating point, so that rounding decides ties
 * returns parts without layers
 """
 

@@ -34,6 +34,7 @@ Usual wrong answers:
 * calls attend with the tokens in rank order: right for contiguous tokens only
 * joins the received slices in the opposite order of ranks
 * sends float32, whatever the dtype is
+* exchanges heads and tokens only, whatever the two dimensions are
 * alternates what the ranks send, in place of one rank after the other
 * returns zeros
 """

@@ -15,6 +15,8 @@ Usual wrong answers:
 * the same time for everything
 * no time for an empty tensor
 * right for powers of two only
+* folds the surplus ranks one after the other
+* folds odd numbers of ranks only
 * the full tensor in each round of the ring
 * the halving alone
 * surplus ranks cost nothing

@@ -15,6 +15,7 @@ Usual wrong answers:
 * the package's own ring
 * the same number, whatever the inputs
 * reduces only as many elements as the first chunk has
+* odd ranks send only after they have received: half of the links wait
 * sums in float32, whatever the dtype of the tensor
 * every rank has only one chunk of the sum
 * a rank sends only after it has received: one link at a time is busy
@@ -43,8 +44,8 @@ from minidist.simple.collectives import exchange
 def ring_reduce_scatter(chunks: list[Tensor], group: Group, op: str = "sum") -> None:
     """Collective: reduce in place; afterwards `chunks[rank]` is fully reduced, the others partially.
 
-    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on rank c + 1, and every rank that it passes
-    adds its own values.
+    chunks: one per rank, of the same lengths on all ranks. Chunk c starts on the rank after c, in the direction in
+    which it goes round, and every rank that it passes adds its own values.
     """
     size, rank = group.size, group.rank
     for step in range(size - 1):

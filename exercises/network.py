@@ -27,8 +27,8 @@ _LOCALHOST = "127.0.0.1"
 class Network:
     """All ranks as the default group of torch.distributed and, on demand, as a `group` for the package's collectives.
 
-    records: the operations since the test began. events: the test's marks among them. condition_kind: the only kind of
-    `exercises.conditions` to check; None for all.
+    records: the operations since the last `begin()`. events: the test's marks among them. condition_kind: the only kind
+    of `exercises.conditions` to check; None for all.
     """
 
     def __init__(self, world: World, condition_kind: str | None = None):
@@ -69,7 +69,7 @@ class Network:
         return bind(self._world, Mesh(dp=self._world.size // 2, tp=2), specs)
 
     def begin(self) -> None:
-        """Begin a test: forget earlier records and events."""
+        """Begin a test, or a part of one: forget earlier records and events."""
         self._first_record, self._first_event = len(self._meter.records), len(self._meter.events)
 
     @property

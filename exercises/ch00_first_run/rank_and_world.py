@@ -4,16 +4,17 @@ torchrun starts the same program once per rank and tells each process its number
 and refuse values that contradict each other before the first connection, where they would only hang.
 
 environ: the environment variables, texts by name. Returns a RankEnvironment(rank, size, local_rank, local_size,
-node_rank) of integers, from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK. LOCAL_RANK,
-LOCAL_WORLD_SIZE and GROUP_RANK may be missing: then all ranks are on one machine, and the node rank is 0.
+node_rank) of integers, from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK. Each of the last three may
+be missing: then RANK is used instead of LOCAL_RANK, WORLD_SIZE instead of LOCAL_WORLD_SIZE, and 0 as the node rank.
 Examples:
     {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
         gives RankEnvironment(5, 8, 1, 4, 1)
     {"RANK": "1", "WORLD_SIZE": "2"} gives RankEnvironment(1, 2, 1, 2, 0)
 
-Checked: the numbers of all ranks on one machine and on several, with as many or fewer ranks on each; and that
-UserError is raised, with the variable in the message, if RANK or WORLD_SIZE is missing, a value is not a whole
-number, a rank is not below its size, or one machine would have more ranks than the job.
+Checked: the numbers of all ranks on one machine and on several, with equal or different numbers of ranks on each;
+missing variables; and that UserError is raised, with the variable in the message, if RANK or WORLD_SIZE is missing, a
+value is not an integer from 0 on ("-1", "1.5" and "" are none), a rank is not below its size, or one machine would have
+more ranks than the job.
 
 You may call:
     read_integer(environ, name)   a variable as a non-negative integer; UserError if it is missing or no such number

@@ -72,17 +72,21 @@ def every_rank_of_one_machine(answer):
 @test(points=2)
 def every_rank_of_three_machines(answer):
     """On several machines, with equal or different numbers of ranks, rank and local rank differ."""
-    for machines in ((2, 2, 2), (2, 3, 1)):
+    for machines in ((2, 2, 2), (2, 4, 1)):
         for environ, numbers in torchrun(*machines):
             expect_numbers(answer.rank_and_world(environ), numbers)
 
 
 @test(points=1)
 def without_local_variables(answer):
-    """If only RANK and WORLD_SIZE are set, all ranks are on one machine."""
+    """If only RANK and WORLD_SIZE are set, all ranks are on one machine; each missing variable has its own default."""
     for rank in range(3):
         environ = Environment(RANK=str(rank), WORLD_SIZE="3")
         expect_numbers(answer.rank_and_world(environ), (rank, 3, rank, 3, 0))
+    environ = Environment(RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", GROUP_RANK="3")
+    expect_numbers(answer.rank_and_world(environ), (1, 4, 1, 2, 3))
+    environ = Environment(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0")
+    expect_numbers(answer.rank_and_world(environ), (2, 4, 0, 4, 0))
 
 
 @test(points=2)

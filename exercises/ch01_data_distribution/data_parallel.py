@@ -13,18 +13,20 @@ step calls clear(), then add() 0 or more times per parameter, then finish(). Aft
 over micro-batches and ranks, not the mean; it is None for a parameter that no rank used. Later reducers inherit from
 this class and replace allocate_sums() and reduce_sums(), so add() adds to self.sums[name] in place, clear() zeroes
 these tensors in place and sets each master's `.grad` to None, and finish() leaves the sums over the ranks to
-self.reduce_sums(). In chapter 05 a rank has masters of some parameters only: finish() leaves the others out, also those
-of which other ranks have added gradients. __init__ and the last four methods stay.
+self.reduce_sums(), before it exchanges who used what: a rank may have launched some sums already. In chapter 05 a rank
+has masters of some parameters only, and other ranks have others: finish() leaves `.grad` of the others out, but all
+ranks exchange the use of all parameters. __init__ and the last four methods stay.
 Example with 2 ranks:
     rank 0   add("w", tensor([1., 2.])), add("w", tensor([10., 20.]))
     rank 1   add("w", tensor([5., 5.])), add("b", tensor([3.]))
     after finish(), on both ranks: w.grad is [16., 27.], b.grad is [3.], and c.grad is None
 
-Checked: frozen parameters, buffers, and groups whose rank 0 is another rank of the world; the calls of add(), with two
-models at once; exact sums on 1 to 5 and 7 ranks, in every floating dtype, also wider than the gradients; ranks with
-different numbers of micro-batches; parameters that some ranks, or none, use; several steps, also an aborted one; that
-nothing is sent before finish(), and then at most the gradients and 16 bytes per parameter; two training steps against
-one process, in float64 on 1 to 4 ranks; and subclasses with sums in one flat tensor, or with a single master.
+Checked: frozen parameters, buffers of any kind, and groups whose rank 0 is another rank of the world; the calls of
+add(), with two models at once; exact sums on 1 to 5 and 7 ranks, in every floating dtype, also wider than the
+gradients; ranks with different numbers of micro-batches, or none; parameters that some ranks, or none, use; several
+steps, also an aborted one; that nothing is sent before finish(), and then at most the gradients and 16 bytes per
+parameter; two training steps against one process, in float64 on 1 to 4 ranks; and subclasses with sums in one flat
+tensor, or with other masters on each rank.
 
 You may call:
     model.parameters(), model.buffers()   iterators over tensors; tensor.data: the same values, outside autograd

@@ -123,11 +123,17 @@ def launched_in_index_order(answer, world, network):
     rest = sum(sent[len(sizes) :])
     expect(f"at most {16 * len(SHAPES)} bytes after the buckets (counted: {rest})", rest <= 16 * len(SHAPES), True)
     expect("buckets that were launched when backward was over", launched, len(BUCKETS))
-    happened = timeline(network)
-    for number, bucket in enumerate(BUCKETS):
-        early = [name for name in bucket if happened.index(f"add {name}") > happened.index(f"launch {number}")]
-        expect(f"gradients of bucket {number} that come after its launch", early, [])
+    expect_complete_buckets(timeline(network))
     sums_are_right(parameters, world)
+
+
+def expect_complete_buckets(happened, case=""):
+    """Check the events of a step: each bucket is launched after the last of its gradients has been added."""
+    for number, bucket in enumerate(BUCKETS):
+        launch = f"launch {number}"
+        added_later = happened[happened.index(launch) :] if launch in happened else []
+        late = [name for name in bucket if f"add {name}" in added_later]
+        expect(f"gradients of bucket {number} that come after its launch", late, [], case=case)
 
 
 @test(points=3, ranks=(2,))
@@ -202,8 +208,10 @@ def steps_are_independent(answer, world, network):
     reducer, parameters = reducer_of(answer, world, network)
     for step in range(3):
         if step != 1:
+            network.begin()
             backward(reducer, network, world.rank, step=step)
             reducer.finish()
+            expect_complete_buckets(timeline(network), f"step {step + 1}; step 2 is aborted")
             sums_are_right(parameters, world, step=step)
         else:
             names = [name for name in SHAPES if name != "head"]

@@ -47,8 +47,9 @@ def run_step(reducer, world, step=0, dtype=torch.float32):
 
 
 def model_to_broadcast(rank):
-    """A frozen parameter, buffers of two dtypes and a tied parameter, with values that differ by rank."""
+    """A frozen and a tied parameter, and buffers, one of them non-persistent, with values that differ by rank."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model.register_buffer("mask", torch.zeros(2), persistent=False)  # as of a model that computes its buffers anew
     model[2].weight = model[0].weight
     model[1].bias.requires_grad_(False)
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
@@ -62,7 +63,7 @@ def values(model):
 
 @test(points=4, ranks=(1, 4))
 def replicas_start_equal(answer, world, network):
-    """All parameters, frozen ones included, and all buffers are those of group rank 0, in the same tensors."""
+    """All parameters, frozen ones included, and all buffers, also non-persistent ones, are those of group rank 0."""
     model = model_to_broadcast(world.rank)
     before = [(id(tensor), tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())]
     answer.broadcast_model(model, network.group)
@@ -197,7 +198,7 @@ def steps_are_independent(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def unused_parameters(answer, world, network):
-    """A parameter that one rank used gets its gradient on all ranks, also zeros; one that no rank used keeps None."""
+    """A parameter that one rank used gets its gradient on all ranks, even on one that used none; others keep None."""
     reducer, parameters = reducer_of(answer, world, network)
     for step, numbers in enumerate(([3.0, 4.0], [0.0, 0.0], [5.0, 6.0])):
         user = (world.size - 1 + step) % world.size  # another rank in each step
@@ -210,6 +211,13 @@ def unused_parameters(answer, world, network):
         reducer.clear()
     run_step(reducer, world)
     expect("the gradient of a parameter used in earlier steps only", grad_of(parameters, "rare"), None)
+    reducer.clear()
+    if world.rank == 0:
+        run_step(reducer, world)
+    else:
+        reducer.finish()
+    what = "the gradient of weight, if only rank 0 has added gradients"
+    expect(what, grad_of(parameters, "weight"), gradient("weight", 0).tolist())
 
 
 @test(points=2, ranks=(2,))
@@ -226,6 +234,9 @@ def masters_wider_than_parameters(answer, world, network):
     expect("the dtype of that gradient", str(masters["bias"].grad.dtype), "torch.float32")
     left = [name for name, parameter in parameters.items() if parameter.grad is not None]
     expect("parameters with a .grad", left, [])
+    reducer.clear()
+    left = [name for name, master in masters.items() if master.grad is not None]
+    expect("masters with a .grad after clear()", left, [])
 
 
 @test(points=3, ranks=(2,))
@@ -273,22 +284,30 @@ def a_reducer_that_inherits(answer, world, network):
         sent = [record.payload_bytes for record in network.records[before:]]
         expect(f"messages of {size} bytes, those of the flat tensor (counted: {sent})", sent.count(size), 1)
         expect("all other messages together have at most 16 bytes per parameter", sum(sent) - size <= 80, True)
+        expect("bytes of the first message, which reduce_sums() sends", sent[0], size)
         reducer.clear()
 
-    class SomeMasters(answer.NaiveReducer):  # as with ZeRO, where other ranks have the other masters
+    class SomeMasters(answer.NaiveReducer):  # as with ZeRO, where each rank has other masters
         def allocate_sums(self):
-            return {name: torch.zeros_like(master) for name, master in self.masters.items()}
+            self.totals = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+            return {name: self.totals[name] for name in self.masters}
 
         def add(self, name, gradient):
             self.num_added[name] += 1
-            if name in self.sums:
-                self.sums[name] += gradient
+            self.totals[name] += gradient
+
+        def reduce_sums(self):
+            for each in self.totals.values():
+                all_reduce(each, self.group)
 
     parameters = named_parameters(Net(world.rank))
-    reducer = SomeMasters(parameters, {"weight": parameters["weight"]}, network.group)
+    mine = (("weight", "never"), ("rare", "scale"))[world.rank]
+    reducer = SomeMasters(parameters, {name: parameters[name] for name in mine}, network.group)
     run_step(reducer, world)
-    case = "a subclass with a master of weight, and of no other parameter"
-    expect("the gradient of weight", grad_of(parameters, "weight"), total("weight", world).tolist(), case=case)
+    case = f"a subclass with masters of {mine[0]} and {mine[1]} on this rank, and of two other parameters on the other"
+    for name in parameters:
+        expected = total(name, world).tolist() if name in SHAPES and name in mine else None
+        expect(f"the gradient of {name}", grad_of(parameters, name), expected, case=case)
 
 
 # -- all together -----------------------------------------------------------------------------------------------------

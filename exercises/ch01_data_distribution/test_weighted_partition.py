@@ -67,6 +67,7 @@ def fractions_of_one(answer):
     expect("the sizes", answer.apportion(1003, [0.501, 0.502]), [501, 502])
     expect("the sizes", answer.apportion(9, [0.001, 0.002]), [3, 6])
     expect("the sizes", answer.apportion(10, [1.5, 1.0]), [6, 4])
+    expect("the sizes", answer.apportion(8 * 10**10, [0.1, 0.7]), [10**10, 7 * 10**10])
     expect("the sizes", answer.apportion(10, [2.0**-20, 3 * 2.0**-20]), [3, 7])  # 2.5 and 7.5: the tie goes to rank 0
 
 

@@ -4,7 +4,8 @@ The loss of a step is sum_i w_i (loss sum of rank i) / sum_i w_i n_i, where n_i 
 have a label. Write the function that returns the denominator, which every rank needs before its first backward.
 
 num_tokens: one integer per micro-batch of this rank; n_i is their sum. weight: w_i, the weight of this rank's data, a
-number from 0 on. group: the ranks that process different tokens. Returns a float, equal on all ranks of the group.
+number from 0 on. group: the ranks that process different tokens. Returns a float, equal on all ranks of the group and
+with the precision of float64: whole numbers are exact, fractions may be rounded in any order of the additions.
 Example: rank 0 has micro-batches with 3 and 1 tokens and weight 1, rank 1 has one with 2 tokens and weight 2. The
 count is 1 * 4 + 2 * 2 = 8.0 on both. If rank 1's loss sum is 6, its part of the loss is 2 * 6 / 8 = 1.5.
 

@@ -12,6 +12,7 @@ Usual wrong answers:
 * calls the package's function
 * returns rank 0 of 4, as the script that everyone copies
 * treats a missing variable as a run with one process, so four processes train separately
+* refuses machines with different numbers of ranks
 * uses RANK as the local rank
 * computes the node rank as if all machines had equally many ranks
 * fails if the launcher sets no local variables

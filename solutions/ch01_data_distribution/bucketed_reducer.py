@@ -26,6 +26,7 @@ Usual wrong answers:
 * allocates the buckets in torch's default dtype
 * takes a bucket for complete when the gradient of its last name has been added
 * wrong on the third rank only
+* does not reset its count of missing gradients in clear, so the step after an aborted one launches too early
 * reads the sums without waiting
 * replaces the views by sums of their own, so the buckets stay zero
 * waits in finish for each remaining bucket before it launches the next

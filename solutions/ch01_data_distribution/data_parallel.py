@@ -18,11 +18,15 @@ Usual wrong answers:
 * the package's own
 * sets all gradients to ones
 * sums in the dtype of the parameters, and rounds what the masters exist for
+* exchanges who used what before reduce_sums, between the sums of a subclass that has launched some in backward
+* exchanges the use of those parameters only of which this rank has masters, and other ranks have others
 * leaves the last micro-batch out, on four ranks only
 * broadcasts only the parameters that require a gradient
 * drops the gradients of a rank that has fewer micro-batches than the others
 * keeps .grad, so autograd adds each gradient to the earlier ones
 * leaves .grad of the last step
+* sets `.grad` of the parameters to None instead of that of the masters
+* a rank that has added no gradient takes no part in finish
 * sums in torch's default dtype
 * overwrites the sum, so only the last micro-batch counts
 * every hook uses the name of the last parameter
@@ -38,6 +42,7 @@ Usual wrong answers:
 * resets the sums in finish instead of clear, so the gradients of an aborted step leak into the next
 * all-reduces every gradient of every micro-batch when it is added
 * keeps the sums in a global dictionary, which two reducers share
+* broadcasts the state_dict, which lacks the buffers that are not persistent
 * does not reset the sums, so each step contains all earlier ones
 * wrong on the third rank only
 * sends one flag per element of every gradient

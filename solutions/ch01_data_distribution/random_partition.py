@@ -12,6 +12,7 @@ Usual wrong answers:
 * draws from the global generator, whose state differs by rank
 * rotates the order by a random amount, so neighbours stay adjacent
 * the orders repeat after twenty epochs
+* shuffles n rounded up to a multiple of the number of ranks, on which the order then depends
 * the last rank takes the remainder
 * seed s in epoch 1 has the order of seed s + 1 in epoch 0
 * every rank draws its own order, so samples are duplicated and missed

@@ -8,6 +8,7 @@ Usual wrong answers:
 * starts each block as if all lower ranks had this rank's size
 * calls the package's functions
 * returns one fixed answer for every input
+* rounds the weights to float32
 * computes in floats, which cannot represent the shares of many samples
 * rounds the weights to hundredths
 * computes the starts in int32, which overflows at 2**31

@@ -7,7 +7,7 @@ number of ranks, with or without GPUs, and every rank returns the model that a s
 * The script takes one step per batch of batch_size samples, in the order of `data`; the last batch may be smaller. The
   ranks shard each batch: per epoch each sample is read once in total, also if a rank's shard of a batch is empty.
 * All replicas start with the parameters of rank 0. Each step applies the gradient of the mean loss over the full batch.
-* Each parameter is sent once, at the start, and each gradient once per step.
+* Each parameter is sent once, at the start, and each gradient once per step. Several may share a flat message.
 
 The check does not let a program start processes: a DataLoader must not use num_workers.
 

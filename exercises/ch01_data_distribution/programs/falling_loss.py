@@ -15,8 +15,8 @@ Before training the parameters are equal on all ranks. The numbers are the same 
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
-it sends every gradient once per step, and nothing else after the start.
+violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+it sends every gradient once per step, alone or together with others, and nothing else after the start.
 """
 
 import os

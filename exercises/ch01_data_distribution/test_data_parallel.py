@@ -284,7 +284,7 @@ def a_reducer_that_inherits(answer, world, network):
         sent = [record.payload_bytes for record in network.records[before:]]
         expect(f"messages of {size} bytes, those of the flat tensor (counted: {sent})", sent.count(size), 1)
         expect("all other messages together have at most 16 bytes per parameter", sum(sent) - size <= 80, True)
-        expect("bytes of the first message, which reduce_sums() sends", sent[0], size)
+        expect("bytes of the first message of finish(), that of reduce_sums()", sent[0], size)
         reducer.clear()
 
     class SomeMasters(answer.NaiveReducer):  # as with ZeRO, where each rank has other masters

@@ -15,5 +15,5 @@ def gather_rows(shard: Tensor, group: Group) -> Tensor:
     padded = shard.new_zeros(max(rows), *shard.shape[1:])
     padded[: shard.shape[0]] = shard
     gathered = shard.new_empty(group.size, *padded.shape)
-    all_gather(gathered, padded, group)
+    all_gather(gathered.flatten(0, 1), padded, group)
     return torch.cat([gathered[rank, :count] for rank, count in enumerate(rows)])

@@ -502,7 +502,8 @@ def _layouts(options: LayoutsOptions, catalogue: Catalogue, work: Work) -> int:
 def _new(options: NewOptions, catalogue: Catalogue, work: Work) -> int:
     for file in new.create_exercise(catalogue, options.name, options.chapter, options.piece):
         print(file)
-    print(f"python -m exercises gate {options.name} lists what is missing; then add it to chapters/README.md")
+    print(f'Replace each text that begins with "{new.UNWRITTEN.strip()}", run python -m exercises generate,')
+    print(f"and add a row to chapters/README.md; python -m exercises gate {options.name} lists what is missing")
     return 0
 
 

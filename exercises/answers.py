@@ -7,7 +7,7 @@ An answer is a table `[right.NAME]` or `[wrong.NAME]`, and the rest of the cours
 * `caught_by` (wrong answers only): the test that must fail. `finding`: the kind of its finding, for an answer that is
   broken rather than wrong ("raised", "deadlock", ...).
 * `edits`: a list of `{ find = ..., replace = ... }`. Each `find` is exact text that occurs once in the solution; the
-  edits must not overlap. `of` names a right answer that the edits change instead of the solution.
+  edits must not overlap. `of = "right_NAME"` lets them change that right answer instead of the solution.
 * `text`: the whole program, for an answer that has little in common with the solution.
 
 An answer with neither edits nor a text is generated (see `exercises.generated_answers`).

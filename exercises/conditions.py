@@ -54,6 +54,8 @@ class Tensors:
     dimensions. sizes: whether other numbers of elements are valid; with `columns`, the shape is (numel, columns).
     non_finite: whether NaN and infinity are valid. differs: whether ranks have different numbers. like: the name of an
     earlier argument whose size, shape and dtype this one always has.
+    All ranks get tensors of one size. If sizes differ by rank, let a `Drawn` argument be the rows that a rank leaves
+    out, and `Declaration.call` pass the others: under every condition the ranks then have different sizes.
     """
 
     numel: Callable[[int], int] = lambda ranks: 2 * ranks + 1

@@ -78,7 +78,8 @@ class Gate:
     def _check_generated_files(self, exercise: Exercise) -> None:
         """Check that generated files are up to date, no placeholder is left, and the stub and an empty answer fail."""
         for file in stubs.outdated_files(exercise):
-            self._add_problem(exercise, f"{file.name} of {file.parent.name} is not what the package generates now")
+            what = "is not what the package generates now: run python -m exercises generate"
+            self._add_problem(exercise, f"{file.name} of {file.parent.name} {what}")
         for text in find_placeholders(exercise):
             self._add_problem(exercise, text)
         self._check_stub(exercise)

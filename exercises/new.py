@@ -26,7 +26,7 @@ piece = "{piece}"
 statement = """
 {statement}
 """
-calls = []
+calls = [{calls}]
 guards = []
 route = {route}
 hints = [
@@ -50,7 +50,8 @@ def by_one_process(ranks, rank):
     return ranks[rank]["tensor"]
 
 
-# {unwritten}the arguments, the call, the reference, what may change, how many roundings, whether ranks are replicas.
+# {unwritten}the strategy of each argument (`Tensors`, `Choices` or `Drawn`) and the call; then what does not hold by
+# default: what may change, how many roundings, whether ranks are replicas, which other dtypes may be sent.
 DECLARATION = Declaration(
     inputs={{"tensor": Tensors()}},
     call=lambda answer, group, tensor: answer.{symbol}(tensor, group),
@@ -98,6 +99,7 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
     written = {
         "title": f"{UNWRITTEN}the title, a few words",
         "route": f"none: {UNWRITTEN}why no layout of the simple trainer calls the piece; without this line if one does",
+        "calls": f"{UNWRITTEN}the functions that the missing lines may call, with signatures, one a line",
         "question": f"{UNWRITTEN}a question that leads to the idea",
         "case": f"{UNWRITTEN}a small case, worked",
         "why": f"{UNWRITTEN}why the solution is as it is",
@@ -129,6 +131,7 @@ def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -
 def find_placeholders(exercise: Exercise) -> list[str]:
     """List the placeholders of `create_exercise` that are still unwritten."""
     texts = {"title": exercise.title, "route": exercise.route, "statement": exercise.statement, "why": exercise.why}
+    texts |= {f"call {number}": call for number, call in enumerate(exercise.calls, start=1)}
     texts |= {f"hint {number}": hint for number, hint in enumerate(exercise.hints, start=1)}
     texts |= {f"blank {number}": change.put for number, change in enumerate(exercise.changes, start=1)}
     texts |= {exercise.test_file.name: exercise.test_file.read_text()}

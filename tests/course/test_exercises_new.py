@@ -63,7 +63,7 @@ def test_the_gate_says_what_is_missing_and_nothing_else(server, course):
     create(course)
     gate = Gate(server)
     assert not gate.run([Catalogue(course)["own_block"]])
-    missing = ["title", "route", "statement", "why", "hint 1", "hint 2", "blank 1", "test_own_block.py"]
+    missing = ["title", "route", "statement", "why", "call 1", "hint 1", "hint 2", "blank 1", "test_own_block.py"]
     told = [problem.removeprefix("own_block: ") for problem in gate.problems]
     assert told[: len(missing)] == [f"{each} is still to be written" for each in missing]
     assert "0 right answers besides the solution; at least 2 are needed" in told

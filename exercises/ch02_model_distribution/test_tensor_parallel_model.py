@@ -149,7 +149,8 @@ def gradients_with_tensor_parallelism_only(answer, world, network):
 def norms_with_sequence_parallelism(answer, world, network):
     """With sequence parallelism the gradient of every norm is summed over the ranks."""
     for group in groups_of(world, network):
-        config = replace(CONFIG, num_kv_heads=kv_heads_of(group.size)[1])  # each on two of four ranks
+        kv_heads = kv_heads_of(group.size)[1]  # on 4 ranks: two heads, each on a pair of ranks
+        config = replace(CONFIG, num_kv_heads=kv_heads)
         gradients_are_right(answer, network, group, True, config, lambda name: "norm" in name)
 
 

@@ -4,6 +4,7 @@ Independent of the package's code. A schedule has a list of actions for every st
 of a micro-batch needs its F on the stage before; B needs its own F, and its B on the stage after.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -33,6 +34,7 @@ class Stage:
     parameters: the stage's, by name. operations: the actions (kind, micro-batch) in the order in which they ran. kept:
     by micro-batch, how many micro-batches had tensors saved for backward when its backward began. outputs: without
     their graph, by micro-batch. added: the sums of the gradients that `add` got, by name; number_added: how many.
+    referenced: at each `note_backward_done`, how many micro-batches had an input or output that was still referenced.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Stage:
         self._is_split = is_split
         self.kept: dict[int, int] = {}
         self._saved: dict[int, StorageWeakRef] = {}
+        self.referenced: list[int] = []
+        self._pairs: dict[int, list[weakref.ref]] = {}  # of input and output
         self._is_transposed = is_transposed
 
     def run(self, i: int, hidden: Tensor | None) -> Tensor:
@@ -74,7 +78,12 @@ class Stage:
         self.outputs[i] = out.detach().clone()
         if out.requires_grad:
             out.register_hook(lambda _: self._begin_backward(i))
+        self._pairs[i] = [weakref.ref(each) for each in (hidden, out) if each is not None]
         return out
+
+    def note_backward_done(self) -> None:
+        """Record how many micro-batches have an input or output that is still referenced; for `on_backward_done`."""
+        self.referenced.append(sum(any(each() is not None for each in pair) for pair in self._pairs.values()))
 
     def _begin_backward(self, i: int) -> None:
         """Record that the backward of micro-batch `i` begins: B, or W if its input gradient is computed."""
@@ -125,7 +134,7 @@ def run_executor(answer, groups: tuple, actions: Sequence[tuple[str, int]], samp
     """Run actions once on a new stage, without the micro-batches that have no samples; return the stage."""
     stage = Stage(groups[0].rank, groups[0].size, samples, **settings)
     skip = {i for _, i in actions} - samples.keys()
-    make_executor(answer, groups, stage, actions).run(stage.run, stage.empty_hidden, skip)
+    make_executor(answer, groups, stage, actions).run(stage.run, stage.empty_hidden, skip, stage.note_backward_done)
     return stage
 
 

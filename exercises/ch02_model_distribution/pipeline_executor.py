@@ -1,8 +1,8 @@
 """An executor that survives blocking sends.
 
 Write the executor of a pipeline: it runs the actions of this rank's stage, whatever the schedule, and moves hidden
-states to the next stage and their gradients to the previous one. A send returns only when the other stage has posted
-its receive, and yet no two stages may wait for each other.
+states to the next stage and their gradients to the previous one. A blocking send returns only when the other stage has
+posted its receive, and no two stages may wait for each other.
 
 You write three methods. forward(i, ...) runs action ("F", i), and backward(i, ...) runs ("B", i). `run` runs all
 actions except those of the micro-batches in `skip`, then waits for the sends that are left. weight_gradients(i) is
@@ -11,11 +11,12 @@ run_stage(i, hidden) runs the stage's layers. hidden: the previous stage's outpu
 Returns the stage's output, (b_i, s, h), or on the last stage the micro-batch's part of the loss, (). b_i may differ
 between micro-batches: empty_hidden(i) returns a new tensor (b_i, s, h) to receive hidden states or their gradient in.
 self.activations and self.gradients are groups of all stages, in order: send hidden states in the first, and their
-gradients in the second. Gradients of parameters go to `.grad`. If self.is_split, B calls
+gradients in the second. Gradients of parameters are added to `.grad`, in every run. If self.is_split, B calls
 backward_of_input(out, hidden, grad) in place of out.backward(grad), and stores grad in self.output_gradients[i].
 A micro-batch is in flight from its F to the end of its B, or of its W if the backward is split. Meanwhile
-self.in_flight[i] is the pair (hidden, out). Then `run` deletes the pair and calls on_backward_done().
-self.peak_in_flight is the largest number of pairs so far. Under torch.no_grad() nothing is in flight.
+self.in_flight[i] is the pair (hidden, out). Then `run` deletes the pair, and only after that calls on_backward_done():
+your code, its local variables included, has no reference to the two tensors any more. self.peak_in_flight is the
+largest number of pairs so far, in all runs. Under torch.no_grad() nothing is in flight.
 Example: 2 stages with the weights w0 = 2 and w1 = 3, micro-batches x = 1 and x = 10; stage 0 returns w0 * x, stage 1
     returns w1 * hidden as the loss. Stage 0 runs F0 F1 B0 B1: it sends 2.0 and 20.0, and receives 3.0 twice. In the end
     w0.grad = 3 * 1 + 3 * 10 = 33 and w1.grad = 2 + 20 = 22. Divide nothing: each loss is a part of the mean already.
@@ -23,9 +24,10 @@ Example: 2 stages with the weights w0 = 2 and w1 = 3, micro-batches x = 1 and x 
 Checked, on 1 to 4 ranks: gradients against one process in float64, for GPipe, 1F1B, another order and a split backward,
 with outputs that are not contiguous, with skipped micro-batches and in a second run; the order of actions and calls of
 on_backward_done; peak_in_flight; one message per micro-batch and neighbour, in its group and in the dtype of the hidden
-states; that no stage waits for ever; that tensors are freed: when on_backward_done() is called, you have waited for
-the sends of hidden states of all finished micro-batches, and for all sends of gradients except the last; at the end of
-`run` for all sends; run_forward, which evaluates; and any floating dtype, on 1 to 7 ranks.
+states; that no stage waits for ever; that tensors are freed: when on_backward_done() is called, nothing references the
+pair, and you have waited for the sends of hidden states of all finished micro-batches, and for all sends of gradients
+except the last; at the end of `run` for all sends; run_forward, which evaluates; and any floating dtype, on 1 to 7
+ranks.
 
 You may call:
     send(tensor, stage, group, async_op=True)   starts to send a contiguous tensor; returns a handle

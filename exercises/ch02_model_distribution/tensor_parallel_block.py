@@ -4,9 +4,9 @@ A layer of a Transformer is too large for one rank. Write both of its halves wit
 of a region, so that each half needs one all-reduce in forward and one in backward.
 
 shard_weight: cuts module.weight along `dim` into num_shards equal parts, and gives the module this rank's part as a new
-parameter: contiguous, no view of the full one, and frozen if that is. sum_replica_gradients: from now on, every
-backward adds to .grad of these parameters the sum of the gradients that the ranks of `group` compute in it. Frozen
-parameters are left alone.
+parameter: contiguous, no view of the full one, and frozen if that is. The full one does not change: a tied module may
+still use it. sum_replica_gradients: from now on, every backward adds to .grad of these parameters the sum of the
+gradients that the ranks of `group` compute in it. Frozen parameters are left alone.
 mlp: a module with gate_proj, up_proj (f, h) and down_proj (h, f). attention: one with q_proj (heads d, h), k_proj and
 v_proj (kv_heads d, h), o_proj (h, heads d) and head_dim d. n divides f, heads and either kv_heads or, if there are
 fewer of them, kv_heads divides n. `hidden` and the result are (b, s, h); rotary is for apply_rotary (positions).
@@ -18,9 +18,9 @@ Example: 8 query heads and 2 key and value heads of d = 4 features on 4 ranks.
 
 Checked: output, shards and gradients on 1 to 4 ranks against one process in float64, for one key head per rank, several
 and fewer; the gradient of a key head that several ranks hold, also after a second backward; the collectives and their
-shapes; that a shard is contiguous and no view of the full matrix, in the module that shard_weight was given; frozen
-parameters; that attention calls `attend` with this rank's heads; a region with the sequence sharded; and the
-feed-forward layer for any number of tokens on 1 to 7 ranks.
+shapes; that a shard is contiguous and no view of the full matrix, in the module that shard_weight was given; that the
+full matrix does not change; frozen parameters; that attention calls `attend` with this rank's heads; a region with the
+sequence sharded; and the feed-forward layer for any number of tokens on 1 to 7 ranks.
 
 You may call:
     region.enter(x), region.leave(x)   the two ends of the region: exercise 2.1; region.group, group.size, group.rank

@@ -3,12 +3,13 @@
 Put your layers into a Transformer that knows nothing of parallelism, so that it computes the loss and the gradients of
 one process. `minidist train --engine simple --mesh.tp 2` calls this function, on each pipeline stage's part of a model.
 
-model: a minidist Transformer, changed in place; the parameters keep their names. group.size divides heads, features and
-vocabulary. Its parts: model.model.embed_tokens; the layers, model.model.layers, each with layer.input_layernorm,
-layer.self_attn, layer.post_attention_layernorm and layer.mlp; model.model.norm; model.lm_head, an nn.Linear (V, h);
-model.loss(logits, labels), which model(tokens, labels) returns. A pipeline stage has nn.Identity in place of what other
-stages have of layers, embedding, last norm and head; head and last norm are on one stage. If
-model.config.tie_embeddings, head and embedding are one parameter, and the head's stage has the embedding, too.
+model: a minidist Transformer, changed in place. You may replace its modules, also by ones of your own; the parameters
+keep their names. group.size divides heads, features and vocabulary. Its parts: model.model.embed_tokens; the layers,
+model.model.layers, each with layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm and layer.mlp;
+model.model.norm; model.lm_head, an nn.Linear (V, h); model.loss(logits, labels), which model(tokens, labels) returns. A
+pipeline stage has nn.Identity in place of what other stages have of layers, embedding, last norm and head; head and
+last norm are on one stage. If model.config.tie_embeddings, head and embedding are one parameter, and the head's stage
+has the embedding, too.
 sequence_parallel: each rank has s / n tokens outside of the regions, from the embedding to the head, and the norms work
 on these only. After a backward each .grad is that of one process: the whole gradient, or this rank's shard of it.
 Example: 2 ranks, one layer, V = 10, h = 4, untied. Afterwards lm_head.weight is (5, 4) on each rank, and model.loss
@@ -17,8 +18,9 @@ Example: 2 ranks, one layer, V = 10, h = 4, untied. Afterwards lm_head.weight is
 
 Checked: loss and gradients of a model of two layers on 1 to 4 ranks against one process in float64, with and without
 sequence parallelism, tied and untied, with one key head per rank, several and fewer; names and shapes of all
-parameters; the logits of each rank; three steps of SGD; the parts of two pipeline stages; the number of collectives,
-the bytes sent and the tokens that a norm sees.
+parameters; the logits of each rank; three steps of SGD; the parts of two pipeline stages; the tokens that a norm sees;
+and the collectives of activations in forward and backward: four all-reduces per layer, one each for embedding and head,
+and with sequence parallelism an all-gather and a reduce-scatter in place of each, which send as many bytes.
 
 You may call:
     Region(group), SequenceParallelRegion(group)   region.enter(x) at the head, as at every layer: exercise 2.1

@@ -1,5 +1,7 @@
 """Tests of pipeline_executor: the reference is autograd in one process, in float64; schedules are the tests' own."""
 
+from itertools import accumulate
+
 import torch
 
 from exercises.conditions import check_conditions
@@ -44,6 +46,14 @@ def with_weights(actions):
         if kind == "B":
             result, waiting = result + waiting, [("W", i)]
     return result + waiting
+
+
+def count_in_flight(actions):
+    """The number of micro-batches in flight at each end of a backward, and the largest number."""
+    kinds = [kind for kind, i in actions if i in SAMPLES]
+    end = "W" if "W" in kinds else "B"
+    numbers = list(accumulate((kind == "F") - (kind == end) for kind in kinds))
+    return [number for kind, number in zip(kinds, numbers, strict=True) if kind == end], max(numbers)
 
 
 def expect_gradients(got, stage, world, samples, times=1, case=CASE):
@@ -126,7 +136,7 @@ def finishes_sends_in_time(answer, world, network):
 
 @test(points=2, ranks=(1, 2, 3))
 def frees_activations(answer, world, network):
-    """When a micro-batch's backward begins, the tensors that earlier backwards needed are freed."""
+    """A backward frees the tensors that it needed, and nothing references hidden and out in `on_backward_done`."""
     stage = run_executor(answer, both_groups(network), schedules(world)["GPipe"], SAMPLES)
     expected = list(range(len(SAMPLES), 0, -1))
     kept = list(stage.kept.values())
@@ -134,6 +144,12 @@ def frees_activations(answer, world, network):
     stage = run_executor(answer, both_groups(network), schedules(world)["1F1B"], SAMPLES)
     most = max(stage.kept.values())
     expect("micro-batches with saved tensors, at the most, in 1F1B", most, world.size - world.rank, case=CASE)
+    split = {f"{name} with a split backward": with_weights(each) for name, each in schedules(world).items()}
+    for name, actions in (schedules(world) | split).items():
+        stage = run_executor(answer, both_groups(network), actions, SAMPLES, is_split=name in split)
+        wanted, _ = count_in_flight(actions)
+        what = "micro-batches whose hidden or out is referenced, at each call of on_backward_done"
+        expect(what, stage.referenced, wanted, case=f"{name}, {CASE}")
 
 
 @test(points=2, ranks=(1, 3))
@@ -174,12 +190,15 @@ def weight_gradients_of_a_split_backward(answer, world, network):
 
 @test(points=2, ranks=(1, 3))
 def second_run(answer, world, network):
-    """A second run adds its gradients to those of the first; a run that skips everything changes nothing."""
+    """A second run adds its gradients to the first's; one that skips everything changes nothing, nor the peak."""
     for name, actions in schedules(world).items():
         stage = Stage(world.rank, world.size, SAMPLES)
         executor = make_executor(answer, both_groups(network), stage, actions)
+        _, peak = count_in_flight(actions)
         for skip in (SKIP, set(NUMBERS), SKIP):
             executor.run(stage.run, stage.empty_hidden, skip)
+            case = f"{name}, 10 micro-batches, after a run that skips {sorted(skip)}"
+            expect("peak_in_flight", executor.peak_in_flight, peak, case=case)
         expect_gradients(stage.gradients, stage, world, SAMPLES, times=2, case=f"{name}, two steps, one of them twice")
 
 

@@ -182,7 +182,7 @@ def one_all_reduce_each_way(answer, world, network):
 
 @test(points=2, ranks=(2, 4))
 def shards_own_their_memory(answer, world, network):
-    """A rank stores its shard only, contiguous, not a view of the full matrix; a frozen parameter stays frozen."""
+    """A shard is a new contiguous parameter, no view of the full one, which does not change; frozen stays frozen."""
     for kind, shape in (("mlp", 3 * world.size), ("attention", HEADS[world.size][0])):
         case = Case(answer, network, network.group, kind, shape)
         names = sorted(name for name, _ in case.layer.named_parameters())
@@ -192,11 +192,13 @@ def shards_own_their_memory(answer, world, network):
             what = f"of {name}: bytes of its storage, contiguous, requires_grad"
             expect(what, found, [8 * p.numel(), True, True], case=case.case)
     module = linear(1, 3 * world.size, HIDDEN)
-    module.weight.requires_grad_(False)
+    full = module.weight.requires_grad_(False)
     if answer.shard_weight(module, 0, network.group) is not module:
         wanted = "the module that it was given, with another weight"
         raise Wrong("wrong", "what shard_weight returns", wanted, "another module")
     expect("shape of the module's weight after shard_weight", list(module.weight.shape), [3, HIDDEN])
+    what = "shape of the full parameter, which another module may use, after shard_weight"
+    expect(what, list(full.shape), [3 * world.size, HIDDEN])
     expect("whether the shard of a frozen weight requires a gradient", module.weight.requires_grad, False)
     answer.sum_replica_gradients(network.group, module.weight)
 

@@ -5,9 +5,10 @@ each rank looks up its own tokens, and the cross-entropy, which reduces three nu
 
 VocabParallelEmbedding: `weight`, (V / n, h), is this rank's part of embedding.weight (V, h). forward: tokens (b, s)
 int64, equal on all ranks -> (b, s, h), or (b, s / n, h) in a region that shards the sequence.
-vocab_parallel_loss: logits (b, s, V / n), this rank's; not changed. labels (b, s) int64, equal on all ranks, from 0
-to V - 1, or IGNORE_INDEX (-100) at positions that do not count. Returns the sum of the losses, of shape (), with a
-gradient function, in the dtype of the logits but at least float32; and the number of positions that count, () int64.
+vocab_parallel_loss: logits (b, s, V / n), this rank's. labels (b, s) int64, equal on all ranks, from 0 to V - 1, or
+IGNORE_INDEX (-100) at positions that do not count. Returns the sum of the losses, of shape (), with a gradient
+function, in the dtype of the logits but at least float32; and the number of positions that count, () int64. Tokens,
+logits and labels do not change.
 All ranks compute the same loss, so backward must give each rank the gradient of that one loss for its own logits,
 without a message.
 Example: V = 4 on 2 ranks, h = 1, the embedding [[10], [20], [30], [40]].

@@ -31,7 +31,10 @@ Usual wrong answers:
 * sends the output as it is, also if it is not contiguous
 * sends gradients in the group of the hidden states, where NCCL runs them in the order of the launches
 * runs all forwards first, whatever the schedule says
+* removes the pair from in_flight, and keeps it in a local variable until the next micro-batch is done
 * stores the latest number of micro-batches in flight, not the largest
+* counts the peak of each run anew
+* calls on_backward_done while the micro-batch is in flight: what looks at memory there still finds its tensors
 * never waits for the last sends, so that messages may be incomplete at the end
 * passes the gradient of its output on to the previous stage instead of that of its input
 * ignores `skip`

@@ -19,6 +19,7 @@ Usual wrong answers:
 * enters the region once for each projection: right values, but more all-reduces in backward
 * rank r takes every n-th row from r on: the layer's output is right, but the shards are not consecutive
 * leaves the loop after the first parameter
+* puts the shard into the full parameter, which a tied module then shards again
 * gives rank r the key head r modulo their number, not the one that its query heads attend to
 * shards keys and values over all ranks, and splits a head if there are fewer heads than ranks
 * sets a hook on a parameter that gets no gradient

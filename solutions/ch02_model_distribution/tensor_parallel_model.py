@@ -24,9 +24,11 @@ Usual wrong answers:
 * does not pass heads_group on, so shared key and value heads keep partial gradients
 * sums key and value heads over all ranks, whoever holds them
 * forgets the norm after the last layer
+* sums the gradient of the last norm on a stage that has the embedding, where only a head makes it partial
 * keeps the model's own loss, which takes this rank's logits for all of them
 * sums the gradients of the norms without sequence parallelism, too
 * sums no gradient of a norm, so the replicas of the norms diverge
+* sums the norms over the ranks that share a key head, where there are such ranks
 * leaves two parameters where the model had one tied to another
 * leaves the model as it is, and takes its logits for a shard
 * sums one norm of each layer

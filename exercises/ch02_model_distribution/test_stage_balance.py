@@ -119,24 +119,32 @@ def chunks_make_more_parts(answer):
 @test(points=1)
 def combined_values_of_parts(answer):
     """_cut finds the least combined value for any value and join, from the first part to the last one."""
-    joins = (("2 * a + b", lambda a, b: 2 * a + b), ("max(a, b) + 1", lambda a, b: max(a, b) + 1))
+    functions = (
+        ("lambda cost: cost**2, lambda a, b: 2 * a + b", lambda cost: cost**2, lambda a, b: 2 * a + b),
+        ("lambda cost: cost**2, lambda a, b: max(a, b) + 1", lambda cost: cost**2, lambda a, b: max(a, b) + 1),
+        (
+            "lambda cost: min(cost, 4), operator.add",
+            lambda cost: min(cost, 4),
+            operator.add,
+        ),  # empty parts would be best
+    )
     for costs, parts in (([4, 2], 1), ([2, 7, 1, 1], 2), ([1, 5, 1], 3), ([3, 1, 2, 5, 1], 3)):
         ends = [0, *itertools.accumulate(costs)]
         partitions = [(*inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
-        for text, join in joins:
-            values = {}
+        for text, value, join in functions:
+            combined = {}
             for cuts in partitions:
                 totals = [ends[end] - ends[first] for first, end in itertools.pairwise((0, *cuts))]
-                values[cuts] = functools.reduce(join, [total**2 for total in totals], 0)
-            case = f"_cut({ends}, {parts}, lambda cost: cost**2, lambda a, b: {text})"
-            got = answer._cut(list(ends), parts, lambda cost: cost**2, join)
+                combined[cuts] = functools.reduce(join, map(value, totals), 0)
+            case = f"_cut({ends}, {parts}, {text})"
+            got = answer._cut(list(ends), parts, value, join)
             if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], tuple)):
                 raise Wrong(
                     "type", "what _cut returns", "a value and a tuple of the ends of the parts", show(got), case
                 )
-            least = min(values.values())
+            least = min(combined.values())
             expect("the least combined value", got[0], least, case=case)
-            expect("the combined value of the parts with the returned ends", values.get(got[1]), least, case=case)
+            expect("the combined value of the parts with the returned ends", combined.get(got[1]), least, case=case)
 
 
 @test(points=2)

@@ -98,7 +98,7 @@ class Tensors:
         layout = settings.get("layout", "contiguous")
         shape = (numel, self.columns) if self.columns else (numel,)
         if layout in ("transposed", "matrix") and not self.columns:
-            shape = (3, -(-numel // 3))
+            shape = (3, max(2, -(-numel // 3)))  # the transpose of a vector would be contiguous
         count = math.prod(shape)
         seed = rank if self.differs else 0
         numbers = (torch.arange(count) * (seed + 3) + 5 * seed + draw) % 23 + _OFFSET.get(dtype, 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import importlib.util
 import inspect
 import json
 import linecache
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from exercises.guard import ForbiddenAction, Guard
+from exercises.interpreters import load_answer_file
 from exercises.testing import Answer, Finding, ProcessFailed, RunningCall, Wrong
 from minidist.tools.breakpoints import format_variables
 
@@ -93,7 +93,7 @@ def run_tests(world, request: Request) -> str:
         effects = None
         try:
             with _limit_memory(request.memory_bytes):
-                loaded = _load_answer(request, deferred)
+                loaded = _load_answer(request, world.rank, deferred)
                 # Each call is followed by one look at what its result meets: here, or for a program, in `Answer`.
                 effects = (
                     None if request.program else SideEffects(loaded, request.symbols, network, may_seed, refuse_changes)
@@ -137,15 +137,6 @@ def _store_and_raise(finding: Finding, note: RunningCall, world, request: Reques
     raise FindingStored(finding.kind)
 
 
-def _load_module(name: str, file: str) -> ModuleType:
-    """Load a Python file as module `name`; return the module."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _load_tests(request: Request) -> ModuleType:
     """Run the text of the tests as a module; return the module."""
     module = sys.modules["exercise_tests"] = ModuleType("exercise_tests")
@@ -176,9 +167,9 @@ def _deferred_functions(pieces: Sequence[str]) -> dict[str, bool]:
     return {name: _is_deferred(function) for name, function in every if inspect.isroutine(function)}
 
 
-def _load_answer(request: Request, deferred: Mapping[str, bool]) -> ModuleType:
+def _load_answer(request: Request, rank: int, deferred: Mapping[str, bool]) -> ModuleType:
     """Load the learner's file. deferred: as `_deferred_functions` returns it."""
-    module = _load_module(_MODULE, request.answer)
+    module = load_answer_file(_MODULE, request.answer, rank)
     for symbol in request.symbols:
         value = getattr(module, symbol, None)
         if not (hasattr(module, symbol) if symbol.isupper() else callable(value)):

@@ -3,8 +3,8 @@
 An answer must leave alone what it shares with the rest of the process: the global random states, torch's settings, the
 environment, threads and process groups. It must keep no data in its module between calls, and wait for every operation
 that it launches. What it sends to other ranks must be counted, so it goes through a group of the check, not through the
-rendezvous store or a backend that the answer makes itself. Nothing may follow from Python's `hash`, which differs
-between interpreters, or from random states that happen to be equal on all ranks.
+rendezvous store or a backend that the answer makes itself. Nothing may follow from random states that happen to be
+equal on all ranks; `exercises.interpreters` does the same for hashes and the order of sets.
 """
 
 import functools
@@ -58,7 +58,6 @@ class SideEffects:
             _CHANNELS.report = self._note_channel
         rank = dist.get_rank() if dist.is_initialized() else 0
         _seed_random_states(1000 + rank)
-        vars(module)["hash"] = functools.partial(_salted_hash, f"interpreter {rank}")
         for symbol in symbols:
             value = getattr(module, symbol, None)
             if isinstance(value, FunctionType):
@@ -158,11 +157,6 @@ class _UncountedChannels:
 
 
 _CHANNELS = _UncountedChannels()
-
-
-def _salted_hash(salt: str, value: Any) -> int:
-    """Return a hash that differs between ranks for strings, as `hash` does between interpreters."""
-    return hash(value) if isinstance(value, int | float) else hash((salt, value))
 
 
 def _seed_random_states(seed: int) -> None:

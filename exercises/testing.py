@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from exercises.interpreters import load_answer_file
+
 CONDITION_RANKS = (1, 2, 3, 4, 5, 7)  # the world sizes of tests that call `exercises.conditions.check_conditions`
 _SHOWN = 100
 _CALL_SHOWN = 108  # characters; fits one line of the message
@@ -222,6 +224,12 @@ class RunningCall:
         os.pwrite(self._fd, f"{self.test}\n{text}".encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
 
+def load_again(answer: Answer) -> Answer:
+    """Return the answer as a new process has it: its file is loaded once more, and its module has kept nothing."""
+    module, note, after_call = answer._module, answer._note, answer._after_call
+    return Answer(load_answer_file(module.__name__, module.__file__), note, after_call)
+
+
 def learner_globals(answer: Answer) -> dict[str, Any]:
     """Return the global names of the learner's file, for a test to replace one of them."""
     return vars(answer._module)
@@ -290,6 +298,9 @@ def _plain(value: Any) -> Any:
         return int.__index__(value)
     if isinstance(value, float):
         return float.__float__(value)
+    for builtin in (set, frozenset):
+        if isinstance(value, builtin):
+            return builtin(builtin.__iter__(value))
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         check_tensor_class(value)

@@ -6,19 +6,20 @@ searches for the largest scale that does not overflow, and that continues the se
 LossScaler(config): config.initial_scale is a power of two; config.growth_interval and config.max_overflows are numbers
 of steps. update(overflow) is called once per step, with a bool. scale is a float, at most 2**127, without a lower
 limit; overflowed is a list of floats. state_dict() returns {"scale": float, "good_steps": int, "overflowed": list of
-floats}, where good_steps is the number of good steps counted so far towards the next doubling.
+floats}, where good_steps is the number of good steps counted so far towards the next doubling. At 2**127 the count
+restarts as well when the scale would double.
 Example: with initial_scale=1024 and growth_interval=2, the scales after the steps good, good, overflow, good, good are
     1024, 2048, 1024, 1024, 2048
 After the overflow, overflowed is [2048.0] until the next good step, and then []. With max_overflows=1
 overflows_persist is True for just as long: it says whether the latest max_overflows steps all overflowed.
 
-Checked: the scales of many sequences of steps against torch's own rule, up to 2**127 and below 1; `overflowed` and
-`overflows_persist` with several limits; that a scaler that has loaded a state from JSON continues exactly as the one
-that saved it; that scalers and states share no list; and a training loop on 1 and 2 ranks with gradients of 2**-26
-and 8.
+Checked: scale and good_steps of many sequences of steps against torch's own rule, up to 2**127, and down to 2**-180;
+`overflowed` and `overflows_persist` with several limits; that a scaler that has loaded a state from JSON continues
+exactly as the one that saved it; that scalers and states share no list; and a training loop on 1 and 2 ranks with
+gradients of 2**-26 and 8.
 
 You may call:
-    len(list), min(a, b), float(number)   nothing else is needed
+    len(list), min(a, b), float(number)   these suffice; the rest of Python is allowed
 
 Check it with: python -m exercises check loss_scaler
 

@@ -3,9 +3,10 @@
 A 16-bit weight loses every update that is smaller than half the distance to the next number. Write the function that
 converts a model and keeps fp32 copies, which the optimizer updates, and the one that copies their new values back.
 
-make_masters(model, dtype): every parameter of the model gets `dtype`, and stays the same Parameter. The result has a
-master of each parameter that requires a gradient, by name. With a 16-bit dtype it is an fp32 copy of the value before
-the conversion, in the parameter's shape; with float32 or float64 it is the converted parameter itself.
+make_masters(model, dtype): every parameter of the model gets `dtype`, and stays the same Parameter; whether its memory
+is the same does not matter. The result has a master of each parameter that requires a gradient, by name. With a 16-bit
+dtype it is an fp32 copy of the value before the conversion, in the parameter's shape; with float32 or float64 it is the
+converted parameter itself.
 copy_to_parameters(masters, parameters): overwrites the values of `parameters`, in place. `masters` may have more names.
 Example: bf16 has 1.0 and 1.0078125, and nothing between. With model.weight = [1.001] and model.bias = [0.5]
     masters = make_masters(model, torch.bfloat16)

@@ -5,8 +5,9 @@ Write an operation with a backward of its own that saves this input only, and th
 
 Recompute.apply(run, arguments, hidden, anchor) returns run(hidden, *arguments), where hidden is a tensor of any shape
 and arguments a tuple of other objects, which need no gradient. Recompute is a Function with forward and backward, as
-section 6.6 of the notebook introduces them. recompute_block(block): from then on block(hidden, *arguments) is such an
-operation, any number of times before the first backward; where gradients are disabled, it only runs the block.
+section 6.6 of the notebook introduces them; it may have a setup_context, too. recompute_block(block): from then on
+block(hidden, *arguments) is such an operation, in training and in eval mode, any number of times before the first
+backward; where gradients are disabled, it only runs the block.
 Example: block(x) is x.exp().sin() with x of shape (1024,) in fp32. Without recomputation autograd keeps x.exp().
     recompute_block(block); y = block(x)   has the same values, and no tensor but x and y exists after the call
     y.sum().backward()                     runs the block once more, and gives x.grad bit for bit as without it
@@ -14,9 +15,10 @@ Example: block(x) is x.exp().sin() with x of shape (1024,) in fp32. Without reco
 Checked: outputs and gradients bit for bit, in float64 and bf16, with dropout by addresses; no tensor of the block
 between forward and backward; that backward frees each recomputed tensor after the operation that saved it; peak memory:
 of 8 blocks that make 3 large tensors each, at most 7 such tensors; several calls in flight, with backward in any order,
-or twice; how often the block runs (once in forward, once per backward, once under no_grad); gradients of the
-weights if `hidden` needs none, through hooks on them as well; on 1 to 4 ranks that a block's collectives are
-repeated once, in the same order on all of them; and arguments in other memory layouts, some of their values NaN.
+or twice; how often the block runs (once in forward, once per backward, also from a gradient of zeros, and once under
+no_grad); gradients of the weights if `hidden` needs none, through hooks on them as well; on 1 to 4 ranks that a block's
+collectives are repeated once, in the same order on all of them; and arguments in other memory layouts, some of their
+values NaN.
 
 You may call:
     ctx.save_for_backward(tensor), ctx.saved_tensors   keeps a tensor; in backward, the tuple of kept tensors

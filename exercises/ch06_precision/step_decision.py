@@ -6,8 +6,9 @@ gradients only. Write the decision that ends an fp16 step: after one all-reduce 
 The global loss and the squared norm are the sums of the ranks' parts; an overflow makes a part of the squared norm
 infinite or NaN. num_tokens and scaler are equal on all ranks. scaler is None if the loss is not scaled; then no step
 counts as an overflow. The result is a Decision, equal on all ranks. grad_norm is NaN unless both sums are finite.
-Without tokens loss is None and no rank updates. The scaler learns of each step with tokens and a finite loss whether
-it overflowed. If the loss is not finite, a smaller scale would not help: that step counts as no overflow, either.
+Without tokens loss is None and no rank updates; the other fields follow the same rules. The scaler learns of each step
+with tokens and a finite loss whether it overflowed. If the loss is not finite, a smaller scale would not help: that
+step counts as no overflow, either.
 Example: 2 ranks with the losses 1.5 and 0.75, the squared norms 9.0 and 16.0, 8 tokens, and the scale 64
     Decision(loss=2.25, num_tokens=8.0, grad_norm=5.0, update_successful=True, is_finite=True, overflowed=False,
              stop_requested=False)

@@ -12,32 +12,32 @@ GOOD, OVERFLOW = False, True
 
 
 def torch_scales(config, overflows):
-    """Return torch.amp.GradScaler's scale after each of these steps."""
-    scale, good_steps, scales = torch.tensor([config.initial_scale]), torch.zeros(1, dtype=torch.int32), []
+    """Return torch.amp.GradScaler's scale, and its count of good steps, after each of these steps."""
+    scale, good_steps, scales, counts = torch.tensor([config.initial_scale]), torch.zeros(1, dtype=torch.int32), [], []
     for overflow in overflows:
         torch._amp_update_scale_(scale, good_steps, torch.tensor(float(overflow)), 2.0, 0.5, config.growth_interval)
         scales.append(scale.item())
-    return scales
+        counts.append(good_steps.item())
+    return scales, counts
 
 
 def learner_scales(answer, config, overflows):
-    """Return the learner's scale after each of these steps."""
-    scaler, scales = answer.LossScaler(config), []
+    """Return the learner's scale, and good_steps of its state, after each of these steps."""
+    scaler, scales, counts = answer.LossScaler(config), [], []
     for overflow in overflows:
         scaler.update(overflow)
         scales.append(scaler.scale)
-    return scales
+        counts.append(scaler.state_dict().get("good_steps"))
+    return scales, counts
 
 
 def expect_torch_scales(answer, config, overflows):
     steps = "".join("x" if overflow else "." for overflow in overflows)
     case = f"initial_scale {config.initial_scale:g}, growth_interval {config.growth_interval}; steps {steps[-40:]}"
-    expect(
-        "the scale after each step (x: overflow)",
-        learner_scales(answer, config, overflows),
-        torch_scales(config, overflows),
-        case=case,
-    )
+    whats = ("the scale after each step (x: overflow)", "good_steps in the state after each step (x: overflow)")
+    found = learner_scales(answer, config, overflows), torch_scales(config, overflows)
+    for what, got, wanted in zip(whats, *found, strict=True):
+        expect(what, got, wanted, case=case)
 
 
 @test(points=2)
@@ -70,6 +70,9 @@ def stays_in_float32_range(answer):
         steps = [GOOD] * 7 + [OVERFLOW, *[GOOD] * 3]
         expect_torch_scales(answer, PrecisionConfig(initial_scale=initial, growth_interval=2), steps)
     expect_torch_scales(answer, PrecisionConfig(initial_scale=4.0, growth_interval=2), [OVERFLOW] * 40 + [GOOD] * 3)
+    config = PrecisionConfig(initial_scale=2.0**-120)
+    scales, case = learner_scales(answer, config, [OVERFLOW] * 60)[0], "initial_scale 2**-120, 60 overflows"
+    expect("the scale after each step", scales, [2.0 ** (-121 - step) for step in range(60)], case=case)
 
 
 @test(points=2)
@@ -95,7 +98,7 @@ def counts_consecutive_overflows(answer):
 def continues_after_a_restart(answer):
     """A scaler that has loaded another's state from JSON continues exactly as the other one."""
     config = PrecisionConfig(growth_interval=3, max_overflows=3)
-    for before in ("", "..", "x", "x.", "..x", "xx", "...xx"):
+    for before in ("", "..", "x", "x.", "..x", "xx", "...xx", "xxxx"):
         for after in ("...", "x.x", "xxx", ".xxxx...."):
             saved = answer.LossScaler(config)
             for step in before:

@@ -165,14 +165,14 @@ def memory_of_one_copy(answer):
 
 
 def update_masters(answer, group, values, dtype):
-    """Return the masters of a model with some equal parameters, and the model, after an update that adds 1."""
+    """Return the masters of a model with some equal parameters, and the model, after an update that doubles them."""
     model = nn.Module()
     for number in range(NUM_EQUAL):
         model.register_parameter(f"p{number}", nn.Parameter(values.clone()))
     masters = answer.make_masters(model, dtype)
     with torch.no_grad():
         for master in masters.values():
-            master += 1
+            master *= 2  # which every dtype sees, however large the values are
     answer.copy_to_parameters(masters, dict(model.named_parameters()))
     return masters, model
 
@@ -184,13 +184,15 @@ def masters_and_parameters(answer, group, values, dtype):
 
 def updated_by_one_process(ranks, rank):
     values, dtype = ranks[rank]["values"], ranks[rank]["dtype"]
-    master = values.to(FP32 if dtype in (BF16, FP16) else dtype) + 1
+    master = values.to(FP32 if dtype in (BF16, FP16) else dtype) * 2
     return [master] * NUM_EQUAL, [master.to(dtype)] * NUM_EQUAL
 
 
 DECLARATION = Declaration(
     inputs={
-        "values": Tensors(dtypes=(FP32, *(each for each in FLOATS if each != FP32)), layouts=("slice", "scalar")),
+        "values": Tensors(
+            dtypes=(FP32, *(each for each in FLOATS if each != FP32)), layouts=("slice", "transposed", "scalar")
+        ),
         "dtype": Choices((BF16, FP16, FP32, FP64)),
     },
     call=masters_and_parameters,

@@ -187,6 +187,14 @@ def runs_twice(answer):
         out = stack(inputs(1), keys(0))
     expect("how often each block was run after another forward under no_grad", stack.runs(), [3, 3, 3])
     expect("whether that forward has a graph", out.requires_grad, False)
+    for what in ("in eval mode", "from a gradient of zeros"):
+        stack = Stack(answer)
+        if what == "in eval mode":
+            for block in stack.blocks:
+                block.eval()
+        out = stack(inputs(1), keys(0))
+        out.backward(torch.ones_like(out) if what == "in eval mode" else torch.zeros_like(out))
+        expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=f"backward {what}")
 
 
 @test(points=1)
@@ -304,9 +312,10 @@ DECLARATION = Declaration(
     reference=blocks_of_one_process,
     has_parameters=True,  # the anchor requires gradients
     growth=Growth(
-        tuple({name: {"value": value} for name, value in (("inner", inner), ("blocks", 8))} for inner in (2000, 4000)),
+        tuple({"x": {"numel": n}, "inner": {"value": 20 * n}, "blocks": {"value": 8}} for n in (50, 100)),
         peak_bytes=lambda arguments, ranks: PEAK_TENSORS * arguments["inner"] * arguments["x"].nbytes,
-        kept_bytes=lambda arguments, ranks: 0,  # inputs only, of whatever inner size
+        # The output of each block: it is the input of the next one, or the result.
+        kept_bytes=lambda arguments, ranks: arguments["blocks"] * arguments["x"].nbytes,
         requires_grad=("x",),
     ),
 )

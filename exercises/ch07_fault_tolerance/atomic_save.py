@@ -12,13 +12,14 @@ Example: on 2 ranks that hold the rows 0 to 2 and 3 to 5 of "params/w", a tensor
 This folder holds rank-00000.safetensors, with the key "params/w[0:3,0:4]" and 12 numbers, rank-00001.safetensors, with
 "params/w[3:6,0:4]" and 12 numbers, and checkpoint.json (INDEX). While it is written it is called step-00000007.partial.
 The number of a file is group.rank, the rank's index in the group. A rank with nothing to save writes a file, too.
+A shard without elements may be left out.
 
 Checked: the files on 1 to 4 ranks, also in a group of some of the ranks, and with a rank that has nothing to save; that
 folders are made before files are written into them, by one rank; a simulated crash before and after each change of the
 disk, in which changes that were not synced are lost or kept; an error on any one rank, after which all ranks must raise
 RunError and no checkpoint may appear (if only the last sync fails, it may); the files that an earlier attempt left
-behind; and a step that was saved before, whose folder is replaced, also if the machine crashes when half of its files
-have been deleted.
+behind; a step that was saved before, whose folder is replaced, also if the machine crashes when half of its files have
+been deleted; and that the same step can be saved after each of these crashes.
 
 You may call:
     on_all_ranks(action, group) -> list   the results of action() on all ranks; RunError on all if one raised

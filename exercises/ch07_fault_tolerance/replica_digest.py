@@ -12,16 +12,17 @@ Example: 3 ranks with the same parameters; rank 1 has bias = [0, 0.5] and the ot
 With a bias on the ranks (0, 1) only, it is {"bias": [0, 1]}: nobody knows which of two replicas is right.
     tensor_digest(torch.zeros(2))   is af5570f5a1810b7a in hexadecimal, the beginning of the SHA-256 of 8 bytes of zeros
 
-Checked: the digest of every dtype, also of transposed tensors; the result on 1 to 4 ranks, for each rank and tensor in
-turn, for tensors that differ in one bit only, in their order, or in the sign of a zero; without a majority; for sets
-of replicas, of which several may have tensors of one name, as (0, 2) and (1, 3); a rank that lacks a tensor of which it
-should have a replica, and so differs; a group of some of the ranks; that no tensor changes; and that the bytes sent do
-not depend on the sizes of the tensors, nor the number of collectives on their number.
+Checked: the digest of every dtype, also of transposed tensors and of every second element of one; the result on 1 to 4
+ranks, for each rank and tensor in turn, for tensors that differ in one bit only, in their order, or in the sign of a
+zero; without a majority; for sets of replicas, of which several may have tensors of one name, as (0, 2) and (1, 3); a
+rank that lacks a tensor of which more than half of its ranks have equal replicas, and so differs; a group of some of
+the ranks; that no tensor changes; and that the bytes sent do not depend on the sizes of the tensors, nor the number of
+collectives on their number.
 
 You may call:
     all_gather_object(value, group) -> list   the values of all ranks, in the order of group.ranks, their global ranks
     hashlib.sha256(data).digest()   32 bytes; data: bytes or a contiguous NumPy array
-    Tensor.reshape(-1), Tensor.view(torch.uint8), Tensor.numpy(), Counter(values).most_common(1)
+    Tensor.contiguous(), Tensor.view(-1), Tensor.view(torch.uint8), Tensor.numpy(), Counter(values).most_common(1)
 
 Check it with: python -m exercises check replica_digest
 

@@ -4,7 +4,7 @@ A checkpoint holds boxes of named global tensors; the new ranks hold other boxes
 part that overlaps a shard of this rank, after everything has been verified.
 
 folder: the Path that `save` returned. shards: this rank's Shards, each with name, shape (of the global tensor), box,
-tensor (in the shape of the box) and dtype. Result: the index, a dict like
+tensor (in the shape of the box, which may be empty) and dtype. Result: the index, a dict like
     {"state": {"step": 7}, "files": {"rank-00000.safetensors": {"checksum": str, "bytes": int}, ...},
      "tensors": {"params/w": {"dtype": "float32", "shape": [7, 5], ...}, ...}, ...}
 Example: rows 0 to 3 and 4 to 6 of a tensor of shape (7, 5) were saved, and this rank holds the columns 2 and 3, a box
@@ -16,7 +16,7 @@ sizes that do not divide; that the given memory is filled, of parameters and of 
 with a box that overlaps one of its shards, and each once; and damaged files, missing elements and wrong shapes and
 dtypes. With these all ranks must raise, DamagedError for damage and missing elements, UserError for a wrong shape or
 dtype and for a name that the checkpoint does not have, with a message that names the tensor or the file, and no element
-of any tensor on any rank may change.
+of any tensor on any rank may change. If more than one is wrong, any of these errors will do.
 
 You may call:
     read_index(folder) -> dict; read_tensors(file: Path, checksum) -> {key: tensor}   DamagedError if damaged

@@ -21,9 +21,9 @@ optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, and json_state
 Checked: names, boxes, memory and is_saved_here of all shards, with ZeRO's shards, frozen parameters and buffers, one of
 them registered with persistent=False; the bits of all losses and tensors after further steps, on 1 to 3 ranks, for
 AdamW, SGD with momentum and SGD without, with dropout and with fp16; another layout and another batch size; that the
-state is JSON; damaged checkpoints, each with a note, trainer.notify("on_note", text), and the next one tried, and
-DamagedError if the last one is damaged; and a checkpoint of another text or model, which must raise UserError. After
-an error the progress and the parameters are as they were.
+state is JSON; replicas that train separately; checkpoints that are damaged, or that one rank cannot read: a note,
+trainer.notify("on_note", text), before the next one is tried, and DamagedError if it was the last; and a checkpoint of
+another text or model, which must raise UserError. After an error the progress and the parameters are as they were.
 
 You may call:
     make_shards(kind, spec, tensor, rank) -> list   of the Shards `kind/NAME` of a tensor or of one number

@@ -9,7 +9,7 @@ from exercises.conditions import Declaration, Tensors, check_conditions
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.comm import all_gather_object
 
-NAMES = ("weight", "bias", "half", "count", "mask", "step", "trained", "empty")
+NAMES = ("weight", "bias", "half", "count", "mask", "step", "trained", "every second", "empty")
 
 
 def replica():
@@ -23,6 +23,7 @@ def replica():
         "step": torch.tensor(3.0),
         "trained": nn.Parameter(torch.tensor([0.25, 3.0])),
         "empty": torch.zeros(0),
+        "every second": torch.arange(6.0)[::2],
     }
 
 
@@ -76,7 +77,8 @@ def each_rank_and_tensor(answer, world, network):
         for name in NAMES[:-1]:
             tensors = replica()
             if world.rank == rank:
-                tensor = tensors[name].view(-1) if tensors[name].is_contiguous() else tensors[name][-1]
+                tensor = tensors[name].view(-1) if tensors[name].dim() == 0 else tensors[name]
+                tensor = tensor[-1] if tensor.dim() == 2 else tensor
                 with torch.no_grad():
                     tensor[-1] = not tensor[-1] if tensor.dtype == torch.bool else tensor[-1] + 1
             got = differing(answer, network, tensors)

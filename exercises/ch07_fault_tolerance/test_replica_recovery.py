@@ -103,6 +103,9 @@ def newest_state_wins(answer, world, network):
                 others = [rank for rank in range(world.size) if rank != ahead]
                 expect_recovered(answer, new, further if world.rank == ahead else behind, others, case)
                 expect_same_state(new, further, case)
+                own, case = further if world.rank == ahead else behind, f"{case}; every rank is its own source"
+                expect_recovered(answer, own, own, others, case)
+                expect_same_state(own, new, case)
         trainer, whole = make_trainer(world, folder, 1), make_trainer(world, folder, 1)
         before = tensors_of(trainer)
         expect_recovered(answer, trainer, trainer, [], "no rank has lost anything")

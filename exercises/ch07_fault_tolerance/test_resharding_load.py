@@ -230,12 +230,14 @@ def what_does_not_fit_is_refused(answer, world, network):
         files, case = files_of("2 ranks, along the first axis"), f"rank 1: {case}"
         error = expect_refused(answer, network, files, shards, UserError, case)
         expect("whether the error names the tensor", shard.name in str(error), True, case=case)
-    boxes = layouts()["3 ranks, along the first axis"]
-    boxes["params/b"] = [box for box in boxes["params/b"] if box[0] != 1]
-    files, shards = checkpoint_files(FOLDER, TENSORS, boxes, STATE), shards_of(world.rank, world.size)
-    case = "the elements 3 to 7 of params/b were not saved"
-    error = expect_refused(answer, network, files, shards, DamagedError, case)
-    expect("whether the error names the tensor", "params/b" in str(error), True, case=case)
+    missing = {"params/b": "the elements 3 to 7", "params/w": "the rows 2 and 3, of which each shard has some columns,"}
+    for name, elements in missing.items():
+        boxes = layouts()["3 ranks, along the first axis"]
+        boxes[name] = [box for box in boxes[name] if box[0] != 1]
+        files, shards = checkpoint_files(FOLDER, TENSORS, boxes, STATE), shards_of(world.rank, world.size)
+        case = f"{elements} of {name} were not saved"
+        error = expect_refused(answer, network, files, shards, DamagedError, case)
+        expect("whether the error names the tensor", name in str(error), True, case=case)
 
 
 @test(points=2, ranks=(3,))

@@ -1,7 +1,9 @@
 """Tests of same_run_resume: a run that is stopped, saved and resumed, beside the same run without a stop."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -124,8 +126,12 @@ def expect_resumed(answer, trainer, paths, path, case):
 def steps_go_on_bit_by_bit(answer, world, network):
     """After two stops every tensor and every loss has the bits of the run without a stop, for each optimizer."""
     with shared_folder(world, network.group) as folder:
-        for optimizer in OPTIMIZERS if world.size == 1 else ("AdamW",):
-            changes = OPTIMIZERS[optimizer][0]
+        cases = {optimizer: changes for optimizer, (changes, _) in OPTIMIZERS.items()}
+        if world.size > 1:
+            cases = {"AdamW": cases["AdamW"]}
+        if world.size == 2:
+            cases["local SGD, a merge every 4 steps"] = {"consistency__mode": "local", "consistency__h": 4}
+        for optimizer, changes in cases.items():
             whole = make_trainer(world, folder, **changes)
             losses = [whole.step().loss for _ in range(6)]
             stopped = make_trainer(world, folder, **changes)
@@ -192,6 +198,11 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
             run.step()
             paths.insert(0, save(answer, run, folder / "damaged"))
             states.insert(0, tensors_of(run))
+        if world.size == 2:
+            fresh, case = make_trainer(world, folder), "only rank 1 cannot read checkpoint.json of step 3"
+            with unreadable(paths[0] / "checkpoint.json" if world.rank == 1 else None):
+                expect_resumed(answer, fresh, paths, paths[1], case)
+            expect("completed steps", fresh.progress.step, 2, case=case)
         for number, file in enumerate(("checkpoint.json", "rank-00000.safetensors"), 1):
             barrier(network.group)
             if world.rank == 0:
@@ -212,6 +223,18 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
         else:
             raise Wrong("wrong", "resume must raise DamagedError", "DamagedError", "it returned", case=case)
         expect("what resume returns", answer.resume(fresh, []), None, case="there is no checkpoint")
+
+
+def unreadable(file):
+    """A context in which this rank cannot read a file."""
+    read_bytes = Path.read_bytes
+
+    def read(path):
+        if path == file:
+            raise OSError(f"{path}: input/output error")
+        return read_bytes(path)
+
+    return mock.patch.object(Path, "read_bytes", read)
 
 
 def damage(file):

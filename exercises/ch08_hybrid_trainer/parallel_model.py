@@ -3,10 +3,10 @@
 Chapters 01 to 06 gave you one function or class for each kind of parallelism. Apply all that a layout needs to one
 plain model, in an order in which no call undoes another one, and connect backward to the gradient reducer.
 
-model: a Transformer with all layers in float32 or float64; some parameters may be frozen. It is changed in place, and
-every rank gets rank 0's values first. groups: groups["tensor"] is this rank's group of that name, "tensor" in groups
-says whether there is one, and groups.get("tensor") is None if not. groups.mesh is the Mesh, groups.world.rank this
-rank. These options of config decide what to apply:
+model: a Transformer with all layers in float32 or float64, whatever the policy is; some parameters may be frozen. It is
+changed in place, and every rank gets rank 0's values first. groups: groups["tensor"] is this rank's group of that name,
+"tensor" in groups says whether there is one, and groups.get("tensor") is None if not. groups.mesh is the Mesh,
+groups.world.rank this rank. These options of config decide what to apply:
     config.parallel.schedule    "gpipe", "1f1b", or "zb-h1", which is 1F1B with split backward
     config.parallel.sequence    True: sequence parallelism;  config.parallel.context: "ring" or "ulysses"
     config.recompute            "block": recompute every block of this stage;  "none"
@@ -18,8 +18,8 @@ and buffers. layers: the range of this stage's layers. master_specs: {name: spec
 in `specs`. The attributes pipeline, tied and scaler are None until you set them.
 
 connect_backward: every gradient of a parameter that is not frozen goes to one function add(name, gradient). It is the
-reducer's; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer, unless the
-embedding is frozen. With more than one stage it also makes the executor, with this stage's actions, the parameters
+reducer's, or calls it; but on ranks with a group "tied" it is that of a TiedGradient, which adds to the reducer, unless
+the embedding is frozen. With more than one stage it also makes the executor, with this stage's actions, the parameters
 that are not frozen, and `add`, which a split backward calls itself, as the hooks do not run in it.
 
 Example: 4 layers, hidden size 24, 132 tokens, tied, on a mesh of pp=2, tp=2, with 1F1B and 2 micro-batches. On rank 3
@@ -33,7 +33,8 @@ Ulysses, sequence parallelism, more tensor-parallel ranks than key-value heads, 
 a time, and on 8 with pp=2, dp=2, tp=2; frozen parameters, which stay as they are, a tied embedding among them; names,
 boxes and replicas in specs and master_specs; the executor's actions; that .grad of 16-bit parameters stays None in
 backward; that blocks run twice with recomputation and once without; the tokens that a norm sees; and dtypes: with bf16
-and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact values.
+and fp16 parameters in 16 bits, and masters in float32 with rank 0's exact values; fp32 of a model in float64, and fp64
+of one in float32.
 
 You may call:
     broadcast_model(model, group)   all ranks get the values of rank 0 of the group; groups["control"] has all ranks

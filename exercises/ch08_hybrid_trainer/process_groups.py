@@ -26,9 +26,11 @@ groups (0, 2, 4, 6) and (1, 3, 5, 7). With two replicas that train separately:
     "outer"     (0, 4), (1, 5), (2, 6), (3, 7)      "tensor"    (0, 1), (2, 3), (4, 5), (6, 7)
 If there is one key-value head, "heads" has the groups of "tensor".
 
-Checked: the names of the specs, and all groups of each, in any order, each group once: on meshes of 1 to 81 ranks with
-one to four axes; with 1 to 24 key-value heads; with tied embeddings on 1 to 4 stages; and with local SGD and DiLoCo of
-1 to 4 replicas. The result must be a list.
+The order of the list is yours; as ranks create the groups in this order, it must be the same on all of them.
+
+Checked: the names of the specs, and all groups of each, each group once, in an order that is the same on all ranks: on
+meshes of 1 to 81 ranks with one to four axes; with 1 to 24 key-value heads; with tied embeddings on 1 to 4 stages; and
+with local SGD and DiLoCo of 1 to 4 replicas. The result must be a list.
 
 You may call:
     GroupSpec(name: str, axes: tuple of axis names, axis_partitions=())   AXES is ("pp", "dp", "cp", "tp")

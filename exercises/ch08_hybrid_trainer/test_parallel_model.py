@@ -165,7 +165,18 @@ def the_executor_runs_the_schedule(answer, world, network):
 
 @test(points=3, ranks=(1, 2))
 def sixteen_bits_have_masters(answer, world, network):
-    """In 16 bits the masters are float32 and have rank 0's exact values; backward leaves .grad of parameters None."""
+    """In 16 bits the masters are float32 and have rank 0's exact values; backward leaves .grad of parameters None.
+
+    With fp32 and fp64 the masters are the parameters, in this dtype, whatever the model's was.
+    """
+    for policy, before, dtype in (("fp32", torch.float64, torch.float32), ("fp64", torch.float32, torch.float64)):
+        config = make_config({"dp": world.size}, precision__policy=policy)
+        parallel = answer.parallelize(make_model(config, world.rank).to(before), make_groups(world, config), config)
+        first, case = make_model(config, 0).to(before), f"{policy}, a model in {before}".replace("torch.", "")
+        for (name, parameter), value in zip(parallel.model.named_parameters(), first.parameters(), strict=True):
+            expect(f"dtype of {name}", str(parameter.dtype), str(dtype), case=case)
+            expect(f"dtype of the master of {name}", str(parallel.reducer.masters[name].dtype), str(dtype), case=case)
+            expect(name, parameter.detach(), value.detach().to(dtype), case=case)
     for policy, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         config = make_config({"dp": world.size}, precision__policy=policy)
         parallel, groups = build(answer, world, config)

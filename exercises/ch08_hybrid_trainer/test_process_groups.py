@@ -2,6 +2,7 @@
 
 import itertools
 
+from exercises.interpreters import interpreter
 from exercises.testing import Wrong, expect, show, test
 from minidist.comm import GroupSpec
 from minidist.config import Config, ConsistencyConfig
@@ -60,11 +61,16 @@ def check_layout(answer, pp=1, dp=1, cp=1, tp=1, kv_heads=24, tied=False, replic
     case = f"mesh {' x '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'of one rank'}"
     case += f", {kv_heads} key-value heads" * (kv_heads < 24) + ", tied embeddings" * tied
     case += f", {mode}, {replicas or dp} replicas" * (replicas != 1)
-    specs = answer.group_specs(mesh, Config(model=model, consistency=merging))
+    config = Config(model=model, consistency=merging)
+    specs = answer.group_specs(mesh, config)
     if type(specs) is not list or any(type(spec) is not GroupSpec for spec in specs):
         raise Wrong("type", "group_specs must return a list", "a list of GroupSpec", show(specs), case=case)
     expected = expected_groups(sizes, kv_heads, tied, replicas or dp)
     expect("the names of all specs, sorted", sorted(spec.name for spec in specs), sorted(expected), case=case)
+    with interpreter(1):
+        names = [spec.name for spec in answer.group_specs(mesh, config)]
+    what = "the names on another rank, in order (the hashes of texts, and so the order of a set, differ between ranks)"
+    expect(what, names, [spec.name for spec in specs], case=case)
     for spec in specs:
         groups = sorted(map(tuple, spec.rank_groups(mesh)))
         expect(f'the groups of "{spec.name}"', groups, expected[spec.name], case=case)

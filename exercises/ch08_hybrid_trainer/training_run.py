@@ -27,8 +27,9 @@ agree_on_stop: returns whether any rank asks for the end of the run, the same on
 (self.engine.merger is not None), `decision` has the requests of one replica only. The run then goes on while
 merger.num_different_models is above 1; when it is 1, all ranks gather self.is_stop_requested() from one another.
 
-evaluate: returns the mean loss of all held-out samples, each of them once. All ranks together have at most
-max(1, global_batch // micro_batches) samples in a micro-batch. Then notify("on_evaluation", progress.step,
+evaluate: returns the mean loss of all held-out samples, each of them once. A micro-batch of training has, of all data
+shards together, n = max(1, global_batch // micro_batches) samples; here a data shard has at most n / mesh.dp of them in
+a micro-batch, rounded up. Then notify("on_evaluation", progress.step,
 loss, number of models): merger.num_different_models, or 1 without a merger.
 
 save: saves a checkpoint. Then rank 0 deletes old ones; if that fails, all ranks raise. Then notify("on_checkpoint",

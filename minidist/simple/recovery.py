@@ -58,7 +58,7 @@ def replicated_tensors(trainer: "Trainer") -> dict[str, tuple[Tensor, tuple[int,
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return a digest of a tensor's bits: the first 8 bytes of their SHA-256."""
-    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()[:8]
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8]
 
 
 def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], group: Group) -> dict[str, list[int]]:

@@ -16,11 +16,14 @@ Usual wrong answers:
 * the package's own
 * halves the scale after every step
 * an overflow halves the scale but does not reset the count of good steps
+* doubles at every multiple of growth_interval, without a reset of the count: the scales are right, good_steps is not
 * begins to count good steps anew after a restart
 * counts all overflows of the run, not consecutive ones
 * after the first `growth_interval` good steps, every good step doubles the scale
 * doubles the scale in every growth_interval-th step of the run, whatever happened before
 * exhausted after exactly `max_overflows` overflows, and no longer after one more
+* overflows_persist is set by the steps only, and False right after a state was loaded
+* the scale never falls below the smallest normal float32
 * the scale never falls below 1
 * torch's GradScaler
 * doubles a Python number without limit, past the largest float32

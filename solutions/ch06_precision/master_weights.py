@@ -16,6 +16,7 @@ Usual wrong answers:
 * pairs masters and parameters by their order instead of their names
 * the package's own
 * masters that are 1 everywhere
+* writes into parameter.reshape(-1), which is a copy if the parameter is not contiguous
 * takes everything but float32 for narrow
 * makes a master of each parameter, so that the optimizer decays frozen ones
 * converts only parameters that require gradients

@@ -14,8 +14,10 @@ newer version replaces the saved tensors by hooks instead, and has no such limit
 Usual wrong answers:
 * the package's own
 * ones, whatever the input
+* keeps a copy of the input, so one more tensor of its size
 * passes the tuple of arguments as one argument if there is none
 * returns the incoming gradient instead of that of the input
+* does not run the block again if the gradient is zero on this rank, although others wait in its collectives
 * the second run builds no graph, because gradients are disabled in backward
 * builds the graph in forward and keeps it, so nothing is recomputed and nothing saved
 * goes backward from the sum of the output, whatever gradient comes in
@@ -28,6 +30,7 @@ Usual wrong answers:
 * has no gradient for the weights if the input requires none
 * torch's own checkpoint, wrapped so that no line of the answer calls it
 * runs the block without a graph if its input requires no gradient
+* recomputes in training mode only
 * torch's own checkpoint
 * recomputes already in forward
 * drops the input after the first backward

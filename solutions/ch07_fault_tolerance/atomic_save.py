@@ -16,6 +16,7 @@ Usual wrong answers:
 * the checksum of the tensors' bytes, and not of the file
 * writes nothing, and returns a name
 * makes room by removing the earlier checkpoint first: a crash leaves none
+* cannot rename the old folder if a crash has left one of that name: the step can never be saved again
 * names the files by the global ranks, and lists those of the ranks in the group
 * does not sync the files of the ranks: the rename may reach the disk before their bytes
 * writes into a folder that nobody has made

@@ -24,6 +24,7 @@ Usual wrong answers:
 * compares only what this rank has: the ranks come to different results
 * compares with the first rank: a fault of that rank accuses all others
 * converts to float32 first: the last bits of float64 are lost
+* views a vector as bytes that has gaps between its elements
 * a sum as digest: it does not see exchanged elements
 * all 32 bytes of the SHA-256
 * gathers all tensors, and computes every digest on every rank
@@ -42,7 +43,7 @@ from minidist.comm import Group, all_gather_object
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return a digest of a tensor's bits: the first 8 bytes of their SHA-256."""
-    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()[:8]
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8]
 
 
 def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], group: Group) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ over the shards in one order: send and receive meet. With ZeRO a shard is on one
 in the last checkpoint, or in a copy that another rank keeps.
 
 Usual wrong answers:
+* a rank that is behind and has kept its trainer gets the tensors only
 * the package's own
 * always says that rank 0 has received
 * sends all shards of the first healthy rank: with tensor parallelism those are others

@@ -31,6 +31,7 @@ Usual wrong answers:
 * a rank without shards returns no index
 * reads and verifies a file again for each box
 * loads only boxes that are saved as they are
+* counts the elements of the saved boxes that overlap a shard, not those of the overlaps
 * does not compare the global shapes: a tensor of 12 elements takes the first of 11
 * verifies before it copies, but on each rank alone: the others load while one raises
 * fills everything with zeros

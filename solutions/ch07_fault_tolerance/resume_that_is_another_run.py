@@ -24,6 +24,7 @@ Usual wrong answers:
 * repairs the seed, and counts the place in the epoch from the first step of the process
 * repaired on rank 0 only: the other ranks take other samples
 * counts from the steps of this process, and saves the wrong number at the second stop
+* keeps the first step of the run in the process, not in the checkpoint
 * mistakes other samples for another learning rate
 * repaired, but the warm-up of the learning rate begins anew
 * names everything, and trains nothing

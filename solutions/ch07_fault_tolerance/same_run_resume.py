@@ -18,6 +18,7 @@ Usual wrong answers:
 * collects copies: loading fills them, and the run keeps its own values
 * passes over a checkpoint that does not fit: a forgotten option starts another run
 * describes ZeRO's shards as full parameters
+* a rank that cannot read an index goes on to the next checkpoint by itself
 * loads the masters and does not copy them to the 16-bit parameters
 * tries the newest checkpoint only
 * leaves out the buffers
@@ -27,6 +28,7 @@ Usual wrong answers:
 * takes buffers from the state_dict, which leaves out those registered with persistent=False
 * begins the data again
 * computes the position from the step and this run's batch size
+* replicas that train separately save their tensors under the same names
 * sets the loss scale and not the count of good steps
 * saves False for the loss scaler of a run that has none
 * asks only whether the checkpoint has the state of a loss scaler: a run in fp32 has none to load it

@@ -22,6 +22,7 @@ Usual wrong answers:
 * sends the values of the first data shard only: the other tensor-parallel ranks and stages keep their own
 * the package's own
 * gives every rank the first stage
+* leaves parameters in the model's dtype with fp32 and fp64
 * gives the executor the reducer's add: with a split backward the tied gradient gets nothing
 * gives every stage the actions of the first
 * looks for the tied embedding among the parameters that are not frozen

@@ -31,6 +31,8 @@ Usual wrong answers:
 * has a group for each pair of neighbouring stages, so that a middle stage is in two groups of one name
 * makes each data-parallel rank a replica, whatever the configuration says
 * has one group for both directions of the pipeline
+* the order of a set, which differs between interpreters
+* the same, by a set display
 * merges all dp coordinates, and not one rank of each replica
 * merges over cp as well, so that the parameters of a replica are counted once per context-parallel rank
 * leaves the stages and tensor-parallel ranks out of the replica: they would decide each for itself

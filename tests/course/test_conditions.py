@@ -134,6 +134,12 @@ def test_the_hash_of_a_text_differs_between_ranks_as_between_interpreters(check_
     assert finding.what.startswith("the parameters")
 
 
+def test_the_order_of_a_set_of_texts_differs_between_ranks_as_between_interpreters(check_answer):
+    text = answer_with('weight = weight + ["seed", "step"].index([*{"seed", "step"}][0])')
+    finding = check_answer(LOCAL_SGD, text, only=["weighted_mean_of_all_replicas"]).reported.finding
+    assert finding.what.startswith("the parameters")
+
+
 WRONG = {
     "float32 in between": (
         RIGHT.replace(

@@ -10,7 +10,8 @@ Example: 2 ranks, a model with one weight w = 1, and all inputs 1. Rank 0 has mi
 Checked, on 1 to 4 ranks: the gradients, in float32, against one process in float64, also of many micro-batches that
 each contribute a thousandth; that a step in which no rank has a token is skipped on all ranks; that backward of a
 micro-batch runs before forward of the next; that nothing is sent between the first micro-batch and the last, and then
-each gradient is all-reduced once per step, in float32; before the first, the ranks may sum one number.
+each gradient is all-reduced once per step, in float32, by itself or in one flat tensor. The ranks may also sum one
+number per step, before the first micro-batch or after the last.
 
 You may call:
     dist.init_process_group("gloo"), dist.destroy_process_group()

@@ -230,12 +230,15 @@ def what_does_not_fit_is_refused(answer, world, network):
         files, case = files_of("2 ranks, along the first axis"), f"rank 1: {case}"
         error = expect_refused(answer, network, files, shards, UserError, case)
         expect("whether the error names the tensor", shard.name in str(error), True, case=case)
-    missing = {"params/b": "the elements 3 to 7", "params/w": "the rows 2 and 3, of which each shard has some columns,"}
-    for name, elements in missing.items():
+    column = Box((0, world.rank), (7, world.rank + 1))
+    one_column = [Shard("params/w", (7, 5), column, torch.full((7, 1), -5.0), True)]
+    for name, elements, shards in (
+        ("params/b", "the elements 3 to 7", shards_of(world.rank, world.size)),
+        ("params/w", "the rows 2 and 3, of which each rank has one column,", one_column),
+    ):
         boxes = layouts()["3 ranks, along the first axis"]
         boxes[name] = [box for box in boxes[name] if box[0] != 1]
-        files, shards = checkpoint_files(FOLDER, TENSORS, boxes, STATE), shards_of(world.rank, world.size)
-        case = f"{elements} of {name} were not saved"
+        files, case = checkpoint_files(FOLDER, TENSORS, boxes, STATE), f"{elements} of {name} were not saved"
         error = expect_refused(answer, network, files, shards, DamagedError, case)
         expect("whether the error names the tensor", name in str(error), True, case=case)
 

@@ -265,6 +265,27 @@ def expect_equals_one_process(stage: type, group: Group, world_size: int) -> Non
             expect(what, parameters[name].detach(), value, case=case, tolerance=TOLERANCE)
 
 
+def expect_step_without_root(stage: type, group: Group, **options) -> None:
+    """Fail unless a step works on a pipeline stage all of whose parameters are in blocks. stage: of ZeRO, 2 or 3."""
+    case, model = "a pipeline stage without a root", Net(0)
+    blocks, own = blocks_of(model), own_elements(group.size, group.rank, model)
+    parameters = dict(model.named_parameters())
+    inside = {name: parameters[name] for names in blocks.values() for name in names}
+    zero = stage(inside, inside, blocks, group, **options)
+    for step in range(2):
+        zero.clear()
+        zero.gather_root()
+        for name in reversed(inside):
+            zero.add(name, torch.ones_like(inside[name]))
+        zero.end_micro_batch()
+        zero.finish()
+        for name, master in zero.masters.items():
+            what = f"the gradient of this rank's master of {name} in step {step + 1}"
+            expect(what, master.grad, [float(group.size)] * len(own[name]), case=case)
+        zero.update_parameters()
+    zero.free_root()
+
+
 def declare_step(make_replica: Callable[[Any, Group, int], Replica], gathers_first: bool = False) -> Declaration:
     """Declare a step of training, whose result is this rank's masters, by name.
 

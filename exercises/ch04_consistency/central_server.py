@@ -2,7 +2,8 @@
 
 Write two training steps. In central_step the workers send their gradients to one server, which updates the parameters
 and sends them back to the workers. In sharded_step every rank is the server of one shard of the parameters, so that
-no link carries more bytes than another.
+no link carries more bytes than another. Each rank sends its gradient to the servers themselves: no rank sends partial
+sums, as in a ring.
 
 parameters, gradient: flat tensors of equal shape. update(parameters, gradient) is the optimizer: it changes the
 parameters in place, and it has states. group.rank is this rank's number in the group, group.size the number of ranks.

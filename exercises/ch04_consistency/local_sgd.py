@@ -4,8 +4,8 @@ Local SGD replaces an all-reduce per step by one per round: each replica takes s
 overwritten by their weighted mean. Write this merge, the round, and a function that measures how far the replicas have
 drifted apart.
 
-merge_replicas: `parameters` is this rank's replica, one flat tensor of any floating-point dtype, and `weight` its w_i,
-0 or more, such as the number of tokens it has trained on. Example: on 3 ranks, parameters [1, 2], [9, 9] and [4, -4]
+merge_replicas: `parameters` is this rank's replica, a vector or matrix of any floating-point dtype, and `weight` its
+w_i, 0 or more, such as the number of tokens it has trained on. Example: on 3 ranks, parameters [1, 2], [9, 9], [4, -4]
 with weights 1, 0 and 3 become [(1 + 3 * 4) / 4, (2 - 3 * 4) / 4] = [3.25, -2.5] on all three.
 
 local_round: local_step(parameters, step) changes the parameters in place. steps: the numbers of the round's steps, such

@@ -3,18 +3,20 @@
 DiLoCo does not simply replace the parameters by the mean of the replicas: it takes the averaged difference of a round
 as a gradient for a step of SGD with Nesterov momentum. Write this outer optimizer.
 
-parameters: one flat tensor, equal on all ranks at the start; the inner steps change it in place, differently on each
+parameters: a vector or matrix, equal on all ranks at the start; the inner steps change it in place, differently on each
 rank. Let theta be the parameters after the last outer step, theta_i the present parameters of replica i, and
 g = sum_i w_i (theta - theta_i) / sum_i w_i. The outer step is
     v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
 v is 0 at the start. After the step all replicas continue from theta. Keep theta and v in the attributes `start` and
-`velocity`, which a checkpoint saves. Write this step yourself: torch.optim.SGD is not allowed. Example: theta = 10, lr
-0.5, momentum 0.5. Two replicas of weight 1 reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they
-then reach 7 and 6.5: g = 1, v = 2.5, theta = 6.625.
+`velocity`: tensors like the parameters from the beginning, which a checkpoint saves, and overwrites in place. Write
+this step yourself: torch.optim.SGD is not allowed. Example: theta = 10, lr 0.5, momentum 0.5. Two replicas of weight 1
+reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then reach 7 and 6.5: g = 1, v = 2.5,
+theta = 6.625.
 
-Checked: four rounds, compared with a loop over all replicas in one process, with unequal weights; lr 1 and momentum 0,
-which is local SGD; the defaults; that start, velocity and parameters are equal on all ranks and do not share memory; a
-replica of weight 0 that is NaN; and that a round all-reduces the difference once.
+Checked: parameters and velocity in four rounds, compared with a loop over all replicas in one process, with unequal
+weights; lr 1 and momentum 0, which is local SGD; the defaults; that start, velocity and parameters are equal on all
+ranks and do not share memory; that a run goes on from a checkpoint's start and velocity; a replica of weight 0 that is
+NaN; and that a round all-reduces the difference, or the parameters, once.
 
 You may call:
     merge_replicas(tensor, weight, group)   overwrites any tensor on all ranks by its weighted mean

@@ -14,11 +14,12 @@ multiple of h or equals num_steps. It merges each master by itself, in place, wi
 merge as its weight; mode "diloco" makes one outer step per master instead. after_step returns whether it has merged.
 If no replica has any token since the last merge, it changes nothing and returns False, although a merge is due.
 
-num_tokens is a tensor of shape (1,) in float64, the weight so far: 0 after a merge. A checkpoint saves it, and
-overwrites it in place. num_different_models is 1 until the first step, and after each step in which a merge is due;
-after the other steps it is the number of replicas. outer_states() returns {"outer.start": {name: start},
-"outer.velocity": {name: velocity}} with the states of each master's outer step; the inner dicts are empty in mode
-"local".
+num_tokens is a tensor of shape (1,) in float64, the weight so far: 0 after a merge. num_different_models is 1 until the
+first step, and after each step in which a merge is due; after the other steps it is the number of replicas.
+outer_states() returns {"outer.start": {name: start}, "outer.velocity": {name: velocity}} with the states of each
+master's outer step; the inner dicts are empty in mode "local". A checkpoint saves num_tokens and these states, and
+overwrites them in place in a new ReplicaMerger, whose first step may be a later one; you may replace these tensors by
+others in any step.
 
 Example: two replicas, h = 2, num_steps = 5. Merges are due in steps 1, 3 and 4. Steps 0 and 1 with 8 and 2 tokens on
 replica 0, with 10 and 0 on replica 1: the weights of the merge in step 1 are 10 and 10, and then num_tokens is 0.

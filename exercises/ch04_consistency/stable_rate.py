@@ -11,14 +11,14 @@ more. Example:
     diverges_with_delay(1.05, 1) is True: the parameter oscillates, and its largest values grow slowly
     diverges_with_delay(0.95, 1) is False: it oscillates as well, and its largest values fall
 
-The experiment makes at least num_updates updates, unless the parameter overflows before. You may write it as a loop
-over theta, or with workers and a server on the virtual clock. It must not use the formula. A parameter that has become
-infinite or NaN has diverged.
+The experiment makes at least num_updates updates, one after the other, unless the parameter overflows before. You may
+write it as a loop over theta, or with workers and a server on the virtual clock. It must not use theory: neither the
+formula, in whatever form, nor the roots of a polynomial. A parameter that has become infinite or NaN has diverged.
 
 Checked: the formula for delays 0 to 100, against the roots of the recursion's polynomial; the experiment for delays 0
 to 9 and 40 with rates 2 % below and above the largest stable one, with a rate 0.05 % below it at delay 40 and one
-0.002 % above it at delay 1, with several curvatures, and with rates that overflow; that it returns a bool and does not
-call max_stable_learning_rate; and, if it uses a Server, the number of updates.
+0.002 % above it at delay 1, with several curvatures, and with rates that overflow; that it returns a bool, does not
+call max_stable_learning_rate, and executes lines of Python for its updates; and, if it uses a Server, their number.
 
 You may call:
     Server(parameters, update, num_workers)   calls update(parameters, gradient) at every push

@@ -245,7 +245,7 @@ def parameters_or_nan(rank, ranks, draw):
 
 MERGE = Declaration(
     inputs={
-        "parameters": Tensors(dtypes=FLOATS),
+        "parameters": Tensors(dtypes=FLOATS, layouts=("slice", "transposed")),
         "weight": Drawn(
             lambda rank, ranks, draw: (rank + 1.0, 0.1 * (rank + 1), float(rank > 0), 0.0, 4096.0 * (rank + 1))[draw],
             {"weights below 1": 1, "rank 0 has weight 0": 2, "all weights are 0": 3, "token counts": 4},
@@ -300,7 +300,7 @@ def call_distance(answer, group, parameters):
 
 ROUND = Declaration(
     inputs={
-        "parameters": Tensors(dtypes=FLOATS),
+        "parameters": Tensors(dtypes=FLOATS, layouts=("slice", "transposed")),
         "steps": Drawn(
             lambda rank, ranks, draw: (range(3), range(0), range(3, 5))[draw],
             {"a round without steps": 1, "the second round": 2},

@@ -27,9 +27,9 @@ def weight_of(rank):
 
 
 def one_process(size, lr, momentum, rounds=ROUNDS, weights=None):
-    """The parameters after every round: Nesterov momentum as a sum over all earlier rounds' differences."""
+    """The parameters and the velocity after every round: a sum over the differences of all rounds so far."""
     weights = weights or [weight_of(rank) for rank in range(size)]
-    theta, differences, seen = first(), [], []
+    theta, differences, seen, velocities = first(), [], [], []
     for number in range(rounds):
         mean = torch.zeros(NUMEL, dtype=torch.float64)
         for rank, weight in enumerate(weights):
@@ -40,30 +40,33 @@ def one_process(size, lr, momentum, rounds=ROUNDS, weights=None):
         velocity = sum(momentum ** (number - i) * difference for i, difference in enumerate(differences))
         theta = theta - lr * (differences[-1] + momentum * velocity)
         seen.append(theta)
-    return seen
+        velocities.append(velocity)
+    return seen, velocities
 
 
 def run(answer, world, network, lr, momentum, weights=None, rounds=ROUNDS):
-    """(parameters after every round) of this rank, and its OuterStep."""
-    parameters, seen = first(), []
+    """The parameters and the velocity of this rank after every round."""
+    parameters, seen, velocities = first(), [], []
     outer = answer.OuterStep(parameters, lr, momentum)
     weights = weights or [weight_of(rank) for rank in range(world.size)]
     for number in range(rounds):
         inner_steps(parameters, world.rank, number)
         outer.step(parameters, weights[world.rank], network.group)
         seen.append(parameters.clone())
-    return seen, outer
+        velocities.append(outer.velocity.clone())
+    return seen, velocities
 
 
 @test(points=4, ranks=(1, 2, 3))
 def nesterov_on_the_averaged_difference(answer, world, network):
-    """Every round ends with the parameters of SGD with Nesterov momentum on the averaged difference."""
+    """Every round ends with the parameters and velocity of SGD with Nesterov momentum on the averaged difference."""
     for lr, momentum in SETTINGS:
-        got, _ = run(answer, world, network, lr, momentum)
-        expected = one_process(world.size, lr, momentum)
+        got, velocities = run(answer, world, network, lr, momentum)
+        expected, expected_velocities = one_process(world.size, lr, momentum)
         for number in range(ROUNDS):
             case = f"round {number + 1}, lr {lr}, momentum {momentum}"
             expect("the parameters", got[number], expected[number], case=case, tolerance=1e-12)
+            expect("velocity", velocities[number], expected_velocities[number], case=case, tolerance=1e-12)
 
 
 @test(points=2, ranks=(3,))
@@ -85,7 +88,7 @@ def defaults_are_those_of_the_paper(answer, world, network):
     for number in range(2):
         inner_steps(parameters, world.rank, number)
         outer.step(parameters, weight_of(world.rank), network.group)
-    expect("the parameters after two rounds", parameters, one_process(2, 0.7, 0.9)[1], tolerance=1e-12)
+    expect("the parameters after two rounds", parameters, one_process(2, 0.7, 0.9)[0][1], tolerance=1e-12)
 
 
 @test(points=3, ranks=(2, 3))
@@ -108,6 +111,14 @@ def states_are_equal_on_all_ranks(answer, world, network):
     parameters += 1
     changed = [bool((outer.start == parameters).any()), bool((outer.velocity == parameters).any())]
     expect("whether later inner steps change start or velocity", changed, [False, False])
+    other = torch.zeros_like(parameters)
+    loaded = answer.OuterStep(other, 0.7, 0.9)
+    for mine, saved in ((loaded.start, outer.start), (loaded.velocity, outer.velocity), (other, parameters)):
+        mine.copy_(saved)
+    for each, values in ((outer, parameters), (loaded, other)):
+        each.step(values, weight_of(world.rank), network.group)
+    case = "after two rounds; start and velocity of another OuterStep are overwritten in place with those of this one"
+    expect("the other's parameters after the next round", other, parameters, case=case, tolerance=1e-12)
 
 
 @test(points=2, ranks=(2, 3))
@@ -121,7 +132,7 @@ def replica_of_weight_0(answer, world, network):
         if weights[world.rank] == 0:
             parameters.fill_(math.nan)
         outer.step(parameters, weights[world.rank], network.group)
-    expected = one_process(world.size, 0.7, 0.9, 2, weights)[1]
+    expected = one_process(world.size, 0.7, 0.9, 2, weights)[0][1]
     expect("the parameters after two rounds", parameters, expected, case=f"weights {weights}", tolerance=1e-12)
 
 
@@ -159,7 +170,7 @@ def call_outer_step(answer, group, parameters, weight, rank):
 
 DECLARATION = Declaration(
     inputs={
-        "parameters": Tensors(dtypes=FLOATS, differs=False, non_finite=False),
+        "parameters": Tensors(dtypes=FLOATS, layouts=("slice", "transposed"), differs=False, non_finite=False),
         "weight": Drawn(
             lambda rank, ranks, draw: float(rank > 0 or ranks == 1) if draw else rank + 1.0, {"rank 0 has weight 0": 1}
         ),

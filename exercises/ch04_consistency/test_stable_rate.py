@@ -1,5 +1,6 @@
 """Tests of stable_rate: the roots of the recursion's polynomial, by numpy."""
 
+import sys
 from unittest import mock
 
 import numpy as np
@@ -28,6 +29,23 @@ def diverges(answer, lr, delay, *more):
     if not isinstance(result, bool):
         raise Wrong("type", "diverges_with_delay must return a bool", "True or False", show(result))
     return result
+
+
+def lines_executed(function, *args):
+    """How many lines of Python a call executes, those of the functions that it calls included."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @test(points=3)
@@ -61,7 +79,7 @@ def tells_both_sides_of_the_boundary(answer):
 
 @test(points=1)
 def makes_the_updates(answer):
-    """The experiment does not ask the formula, and makes at least num_updates updates, if it makes them by a Server."""
+    """The experiment does not ask the formula, and makes at least num_updates updates, one after the other."""
     formula, handle, calls, updates = answer.max_stable_learning_rate, Server.handle, [], []
 
     def counted_formula(*args, **kwargs):
@@ -82,6 +100,11 @@ def makes_the_updates(answer):
             if updates:
                 what = f"whether the server makes {num_updates} updates or more (counted: {sum(updates)})"
                 expect(what, sum(updates) >= num_updates, True, case=case)
+    # With a delay of 1 a loop may make two updates at a time; a formula, in whatever form, needs a few lines in all.
+    num_updates, rate = 2000, 0.98 * boundary(1)
+    lines = lines_executed(learner_globals(answer)["diverges_with_delay"], rate, 1, 1.0, num_updates)
+    what = f"whether it makes the updates one after the other (lines of Python that it executes: {lines})"
+    expect(what, lines >= num_updates // 10, True, case=f"diverges_with_delay({rate:.2f}, 1, 1.0, {num_updates})")
 
 
 @test(points=1)

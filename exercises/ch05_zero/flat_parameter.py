@@ -15,8 +15,8 @@ Example: parameters a: (5,), b: (2, 2), c: () with the values 0 to 9, on 3 ranks
     places   rank 0: {"a": (slice(0, 4), 0)}   rank 1: {"a": (slice(0, 1), 4), "b": (slice(1, 4), 0)}
     flatten({"c": tensor(7.)}, like=full)   [0, 0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0]
 start_gather returns at once, while the shards are in flight; it launches nothing if the buffer has its memory, or has
-no elements. `wait` waits for the gather in flight, if any. `free` frees the buffer's memory; if a gather is in flight,
-it waits for it first.
+no elements. `wait` waits for the gather in flight; if there is none, as in a second call, it does nothing. `free` frees
+the buffer's memory; if a gather is in flight, it waits for it first.
 
 Checked: size, buffer, shard, master, grad and places of some forty sets of parameters on 1 to 4 ranks, scalars and
 empty ones among them, in four dtypes and with wider masters; that parameters see what is written to the buffer;

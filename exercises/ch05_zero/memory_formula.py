@@ -4,9 +4,10 @@ Compute the bytes of parameters, gradients, master weights and optimizer states 
 model is a list of flat parameters, each padded so that it has equal shards.
 
 pad_to_shards(numel, shards, moments) returns FlatParamSize(numel, shard_numel, moments), with as little padding as
-possible. model_states: zero.stage says what is sharded: 0 nothing, 1 masters and moments, 2 also gradients (unless
-zero.shards_gradients is False), 3 also parameters. policy has a dtype name for each kind of tensor: parameter,
-accumulate (of gradients), master, and state (of moments). Returns ModelStates(parameters, gradients, masters,
+possible. model_states: zero.stage says what is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also
+parameters. Stage 2 may keep gradients unsharded, stage 3 never does: zero.shards_gradients says whether a stage shards
+them. policy has a dtype name for each kind of tensor: parameter, accumulate (of gradients in memory; reduce is
+that of gradients in a message), master, and state (of moments). Returns ModelStates(parameters, gradients, masters,
 moments). Without sharding a flat parameter's shard_numel is its numel.
 Example: 10 elements on 4 ranks with 2 moments give FlatParamSize(12, 3, 2). In stage 1, with parameters and gradients
     in fp16, masters and moments in fp32, one such flat parameter takes 24, 24, 12 and 24 bytes.

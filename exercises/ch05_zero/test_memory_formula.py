@@ -16,6 +16,9 @@ POLICIES = {
     "fp16 throughout": (
         PrecisionConfig("fp16", grad_accum="fp16"), torch.float16, torch.float16, torch.float32, torch.float32,
     ),
+    "bf16, reduced in bf16": (
+        PrecisionConfig("bf16", reduce="bf16"), torch.bfloat16, torch.float32, torch.float32, torch.float32,
+    ),
     "bf16, masters in fp64": (
         PrecisionConfig("bf16", master="fp64"), torch.bfloat16, torch.float32, torch.float64, torch.float64,
     ),

@@ -145,19 +145,22 @@ def sharded_parameters_are_freed(answer, world, network):
     class Sharded(answer.ZeroStage1):
         shards_parameters = True
 
-    parameters = {"w": nn.Parameter(torch.arange(6, dtype=torch.float64))}
-    zero = Sharded(parameters, parameters, {}, network.group)
-    zero.clear()
-    zero.add("w", torch.ones(6, dtype=torch.float64))
-    zero.finish()
-    torch.optim.SGD(list(zero.masters.values()), lr=1.0).step()
-    before = len(network.records)
-    zero.update_parameters()
-    expect("collectives of update_parameters", len(network.records) - before, 0)
-    expect("bytes of the buffer after update_parameters", zero.root.full.untyped_storage().nbytes(), 0)
-    zero.root.start_gather()
-    zero.root.wait()
-    expect("the parameter once it is gathered", parameters["w"].detach().tolist(), [i - world.size for i in range(6)])
+    for dtype in (torch.float64, torch.bfloat16):
+        parameters = {"w": nn.Parameter(torch.arange(6, dtype=dtype))}
+        masters = parameters if dtype == torch.float64 else {"w": torch.arange(6, dtype=torch.float64)}
+        zero = Sharded(parameters, masters, {}, network.group)
+        zero.clear()
+        zero.add("w", torch.ones(6, dtype=dtype))
+        zero.finish()
+        torch.optim.SGD(list(zero.masters.values()), lr=1.0).step()
+        before, case = len(network.records), f"parameters in {str(dtype).removeprefix('torch.')}, masters in float64"
+        zero.update_parameters()
+        expect("collectives of update_parameters", len(network.records) - before, 0, case=case)
+        expect("bytes of the buffer after update_parameters", zero.root.full.untyped_storage().nbytes(), 0, case=case)
+        zero.root.start_gather()
+        zero.root.wait()
+        wanted = [i - world.size for i in range(6)]
+        expect("the parameter once it is gathered", parameters["w"].detach().tolist(), wanted, case=case)
 
 
 @test(points=2, ranks=(2,))

@@ -15,6 +15,7 @@ from exercises.zero_run import (
     declare_step,
     expect_about,
     expect_sent,
+    expect_step_without_root,
     loss_of,
     own_elements,
     padded_elements,
@@ -51,7 +52,7 @@ def equals_one_process(answer, world, network):
                     expect(f"the master of {name} after step {step + 1}", got, wanted, case=case, tolerance=TOLERANCE)
 
 
-@test(points=5, ranks=(2,))
+@test(points=4, ranks=(2,))
 def memory_of_the_blocks_in_use(answer, world, network):
     """Between steps there are shards only; a block that computes has its parameters, and the next one with prefetch."""
     for prefetch, expected in ((False, WITHOUT_PREFETCH), (True, WITH_PREFETCH)):
@@ -80,6 +81,9 @@ def memory_of_the_blocks_in_use(answer, world, network):
                     case = f"after micro-batch {micro_batch} of step {step + 1}, {told}"
                     expect_about(case, memory.nbytes(), sharded + states)
                 mine.zero.finish()
+                full = [flat.full.untyped_storage().nbytes() for flat in (*mine.zero.blocks, mine.zero.root)]
+                case = f"step {step + 1}, {told}"
+                expect("bytes of each block and of the root after finish", full, [0] * (LAYERS + 1), case=case)
                 mine.optimizer.step()
                 mine.zero.update_parameters()
                 expect_about(f"after step {step + 1}, {told}", memory.nbytes(), sharded + model)
@@ -145,6 +149,12 @@ def freed_after_an_evaluation(answer, world, network):
         expect("bytes of each flat parameter after free_root", full, [0] * (LAYERS + 1))
         waiting = [record.name for record in network.records if record.waited is None]
         expect("collectives that nobody waited for", waiting, [])
+
+
+@test(points=1, ranks=(1, 2))
+def needs_no_root(answer, world, network):
+    """A pipeline stage whose parameters are all in blocks has no root: there is none to gather, reduce or free."""
+    expect_step_without_root(answer.ZeroStage3, network.group)
 
 
 DECLARATION = declare_step(

@@ -16,6 +16,7 @@ from exercises.zero_run import (
     expect_equals_one_process,
     expect_gradients,
     expect_sent,
+    expect_step_without_root,
     loss_of,
     names_by_block,
     padded_elements,
@@ -97,7 +98,7 @@ class Reductions:
         expect(f"the first element of each block's summed gradient {when}", sums, self.sums)
 
 
-@test(points=4, ranks=(1, 2))
+@test(points=3, ranks=(1, 2))
 def reduced_from_the_last_block_on(answer, world, network):
     """Each block is reduced when its last gradient is added, unless a later block waits; then after that one."""
     mine = Replica(answer.ZeroStage2, network.group)
@@ -136,6 +137,12 @@ def reduced_from_the_last_block_on(answer, world, network):
         reductions = Reductions(zero, network, world)
         add(blocks[2])
         reductions.expect([2], f"after the last gradient of block 2, {when}")
+
+
+@test(points=1, ranks=(1, 2))
+def needs_no_root(answer, world, network):
+    """A pipeline stage whose parameters are all in blocks has no root: a step reduces its blocks."""
+    expect_step_without_root(answer.ZeroStage2, network.group)
 
 
 DECLARATION = declare_step(

@@ -5,13 +5,14 @@ all ranks into shards, gives them to the masters that an optimizer updates, and 
 
 parameters, masters: {name: tensor}. blocks: {layer: names of its parameters}; the names in no block belong to the root.
 Each block is one FlatParameter and the root another; `blocks` lists the former, in order, `root` is None if every
-parameter is in a block, `flat_params` lists all. masters, in NaiveReducer: {name: its slice of a flat parameter's
-`master`}, only of parameters in this rank's shards. The trainer calls, in this order: clear; add, for each micro-batch;
-finish (of NaiveReducer: calls reduce_sums, sums one flag per parameter over the ranks, and gives each master its sum as
-`.grad`, or None if no rank used the parameter); the optimizer's step; update_parameters. Stage 2 inherits from your
-class and reduces a block several times per step: `reduce` takes the block's gradients out of `local`, and adds their
-sum to its `grad`. `clear` also begins a step after one that was aborted before finish. If shards_parameters is True, as
-in stage 3 (exercise 5.5), update_parameters frees every flat parameter, whose values are old, and gathers none.
+parameter is in a block, `flat_params` lists all, in any order that is the same on all ranks. masters, in NaiveReducer:
+{name: its slice of a flat parameter's `master`}, only of parameters in this rank's shards. The trainer calls, in this
+order: clear; add, for each micro-batch; finish (of NaiveReducer: calls reduce_sums, sums one flag per parameter over
+the ranks, and gives each master its sum as `.grad`, or None if no rank used the parameter); the optimizer's step;
+update_parameters. Stage 2 inherits from your class and reduces a block several times per step: `reduce` takes the
+block's gradients out of `local`, and adds their sum to its `grad`. `clear` also begins a step after one that was
+aborted before finish. If shards_parameters is True, as in stage 3 (exercise 5.5), update_parameters writes the shards,
+frees every flat parameter, whose values are old, and gathers none.
 Example: 2 ranks, no block, one parameter w = [1, 2, 3], SGD with learning rate 1; the flat parameter is [1, 2, 3, 0].
     add("w", ...)             [1, 1, 1] on rank 0, [1, 2, 3] on rank 1: each keeps its own in `local`
     finish()                  the masters' gradients are [2, 3] on rank 0 and [4] on rank 1; `local` is empty
@@ -23,8 +24,9 @@ micro-batches, a rank without samples, a parameter that only one rank uses, one 
 from different values, which the first all-gather makes equal; root, blocks and flat_params; `local` and the sums when a
 block is reduced twice, and after an aborted step; the gradients of the masters, None after clear; sums and updates in
 the masters' dtype, if it is wider; that `add` leaves the given gradient unchanged; update_parameters of a subclass with
-shards_parameters; the moments of each rank; bytes sent: one reduce-scatter and one all-gather per flat parameter and
-step; memory: no full gradient stays after finish; and up to 7 ranks, and a group of only some ranks.
+shards_parameters, also with wider masters; the moments of each rank; bytes sent: one reduce-scatter and one all-gather
+per flat parameter and step; memory: no full gradient stays after finish; and up to 7 ranks, and a group of only some
+ranks.
 
 You may call:
     FlatParameter(parameters, masters, group, own_shard)   as in exercise 5.2; own_shard is self.shards_parameters

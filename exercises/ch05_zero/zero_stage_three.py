@@ -6,10 +6,11 @@ while a block computes.
 
 parameters, masters, blocks, group: as in stage 1; a key of `blocks` is the module that gets hooks. gather_block(index,
 following) gathers block `index` before it computes and, with prefetch, starts the gather of block `following`, if there
-is one: the next in forward, the one before in backward. `reduce` also frees the block, whose backward is over. Before
-the first micro-batch of a step or an evaluation, the trainer calls gather_root; the root stays gathered until its
-reduction. After an evaluation it calls free_root, which frees all flat parameters. Between steps, and after the
-constructor, only shards have memory; update_parameters of stage 1 gathers nothing, because shards_parameters is True.
+is one: the next in forward, the one before in backward. `reduce` also frees the block or root, whose backward is over.
+Before the first micro-batch of a step or an evaluation, the trainer calls gather_root, also if there is no root; the
+root stays gathered until its reduction, which frees it. After an evaluation it calls free_root, which frees all flat
+parameters. Between steps, and after the constructor, only shards have memory; update_parameters of stage 1 gathers
+nothing, because shards_parameters is True.
 Example: blocks 0, 1 and 2, with prefetch. A block's memory is allocated when its gather starts.
     the forward of block  0 computes: 0 and 1 have memory, 1 in flight   1: 1 and 2    2: 2
     the backward of block 2 computes: 2 and 1 have memory, 1 in flight   1: 1 and 0    0: 0
@@ -17,11 +18,11 @@ Example: blocks 0, 1 and 2, with prefetch. A block's memory is allocated when it
 
 Checked: masters and outputs over three steps on 1 to 4 ranks against AdamW on the whole model in float64, with and
 without prefetch, ranks that start from other values, and ranks without samples, which run every micro-batch; memory
-before the first step, in the forward and backward of each block in two micro-batches, between steps; which blocks have
-memory and how many gathers are in flight when a block begins to compute; bytes sent: two all-gathers and one
-reduce-scatter per block and micro-batch, one of each for the root, nothing after the update; free_root after forwards
-under no_grad and after gather_block(0, 1), which leaves no gather that nobody waited for; and up to 7 ranks, and a
-group of only some ranks.
+before the first step, in the forward and backward of each block in two micro-batches, after `finish`, between steps; a
+model without a root; which blocks have memory and how many gathers are in flight when a block begins to compute; bytes
+sent: two all-gathers and one reduce-scatter per block and micro-batch, one of each for the root, nothing after the
+update; free_root after forwards under no_grad and after gather_block(0, 1), which leaves no gather that nobody waited
+for; and up to 7 ranks, and a group of only some ranks.
 
 You may call:
     flat.start_gather(), flat.wait(), flat.free()   as in exercise 5.2; start_gather does nothing if it has memory

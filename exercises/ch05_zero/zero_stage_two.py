@@ -7,7 +7,7 @@ The constructor is that of stage 1. Backward adds the gradients from the last bl
 any order. All ranks must launch their reduce-scatters in the same order: a block whose gradients are complete waits
 until all later blocks have been reduced. `pending` lists the blocks that are not yet reduced in this micro-batch.
 end_micro_batch, which the trainer calls after each backward, reduces them, from the last one on. The root is reduced
-once, at the end of the step: its gradients stay in `local` over all micro-batches.
+once, at the end of the step, if there is one: its gradients stay in `local` over all micro-batches.
 Example: blocks 0, 1 and 2 of 1 MB of gradients each, on 4 ranks, so that the shards of the sums have 0.75 MB.
     gradients in memory when the backward of block 2, 1 or 0 begins   0.75 MB; in stage 1   0.75, 1.75 and 2.75 MB
     after the first and after every later micro-batch                 0.75 MB; in stage 1   3.75 MB
@@ -17,7 +17,7 @@ Checked: parameters after three steps on 1 to 4 ranks against AdamW on the whole
 micro-batches, ranks without samples, which add no gradients, and other start values on each rank; memory when the
 backward of each block begins and after each micro-batch; bytes sent; when and in which order blocks are reduced, with
 gradients that are added by hand in other orders, with a block that gets none in a micro-batch, and after an aborted
-step; and up to 7 ranks, and a group of only some ranks.
+step; a model without a root; and up to 7 ranks, and a group of only some ranks.
 
 You may call:
     self.reduce(flat)   as in stage 1: takes the gradients of a flat parameter out of self.local and reduces them

@@ -26,8 +26,10 @@ Usual wrong answers:
 * keeps the parameters themselves as the start: the inner steps change it, and every difference is 0
 * takes parameters - start for the gradient, and moves away from where the replicas went
 * measures every round's difference from the start of the run
+* works with a velocity of its own, of which the attribute is a copy: what a checkpoint writes there is lost
 * begins with the parameters as velocity
 * merges the velocities as well, which are equal on all ranks anyway
+* adds lr times g to the velocity, and does not multiply it in the step: right parameters, another velocity saved
 * does nothing after a round
 """
 

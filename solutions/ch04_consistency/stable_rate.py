@@ -22,6 +22,7 @@ Usual wrong answers:
 * runs as many workers as the delay has updates, which is one too few
 * 2 / (delay + 1), which is right for delays 0 and 1 only
 * makes no experiment: compares the rate with the formula, which is right on a quadratic and nowhere else
+* makes no experiment: compares the rate with the formula, written as a cosine
 * a gradient without the curvature
 * takes the loss for the gradient's coefficient, and forgets that the square brings a factor of 2
 * makes a hundred updates, whatever num_updates is: less than a period of a long delay

@@ -14,6 +14,7 @@ Usual wrong answers:
 * the package's own formula
 * sixteen bytes, whatever the stage
 * right for fp16 with sums in fp16, and every state four bytes
+* counts gradients in the dtype of their reduction, which may be narrower than that of their sums
 * gradients are accumulated in the dtype of the parameters
 * gradients are sharded in stage 3 only
 * a generator is empty after the first sum over it

@@ -16,6 +16,7 @@ Usual wrong answers:
 * lists the last block first
 * the package's own
 * every gradient is one
+* writes wider masters to the shards only if it gathers these: stage 3 computes with the first parameters for ever
 * keeps the local gradients after their reduction, until the next step
 * gathers all parameters after the update in stage 3, too
 * adds later gradients to the tensor of the first one, which is the caller's

@@ -26,6 +26,8 @@ Usual wrong answers:
 * gathers the next block ahead even without prefetch
 * does not free the parameters at first: the first forward computes with those that this rank had
 * gathers and frees the root in every micro-batch
+* gathers the root without looking whether there is one
+* frees blocks after their reduction, and the root only after the update
 * forgets the parameters outside all blocks
 * waits for the gather of the next block before the current one computes: nothing overlaps
 * gathered parameters are zero

@@ -25,6 +25,7 @@ Usual wrong answers:
 * clear makes no block pending again that an aborted step has reduced
 * does not reduce the parameters outside all blocks
 * reduces the root after every micro-batch
+* reduces the root without looking whether there is one
 * every gradient of a block is zero
 """
 

@@ -29,7 +29,7 @@ from minidist.errors import format_count
 from minidist.tools.recording_backend import wait_until_dropped
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DIVIDED_SIZE = 4  # the world size whose ranks are also divided into two groups; the largest with all conditions
+_DIVIDED_SIZE = 4  # the world size whose ranks are also divided into two groups
 _MARGIN = 3  # elements before and after a tensor that is a slice of a longer one
 _SENTINEL = 99
 _LARGE = 20_011
@@ -218,8 +218,6 @@ _KIND_OF_SETTING = {
 USUAL, REPEATED, DIVIDED, KEPT = "usual arguments", "repeated calls", "subgroups", "memory between calls"
 ALIASED, GROWN = "one tensor for several arguments", "growth of memory"
 KINDS = (USUAL, *_KIND_OF_SETTING.values(), ALIASED, REPEATED, DIVIDED, KEPT, GROWN)
-# On more ranks than _DIVIDED_SIZE these are left out: on fewer ranks the same code meets the same tensors.
-_ON_FEW_RANKS = ("dtypes", "memory layouts", "gradients", "NaN and infinity")
 _NEEDED_BY = {REPEATED: (USUAL,), KEPT: (USUAL, REPEATED)}  # what must be called before these can be checked
 
 
@@ -255,8 +253,7 @@ def check_conditions(declaration: Declaration, answer: Any, world: Any, network:
     selected = network.condition_kind
 
     def is_selected(kind: str) -> bool:
-        is_left_out = kind in _ON_FEW_RANKS and world.size > _DIVIDED_SIZE
-        return not is_left_out and (selected in (None, kind) or kind in _NEEDED_BY.get(selected, ()))
+        return selected in (None, kind) or kind in _NEEDED_BY.get(selected, ())
 
     for condition in _conditions(declaration, world.size, is_selected):
         earlier.append(_check(declaration, condition, answer, network.group, network, arguments))

@@ -335,7 +335,7 @@ def _same(got: Any, expected: Any, tolerance: float) -> bool:
         if set(map(type, got)) == {float} == set(map(type, expected)):
             # Most are equal: that is seen here, without a call per number.
             differences = map(abs, map(operator.sub, got, expected))
-            if got == expected or all(map(float(tolerance).__ge__, differences)):
+            if all(map(float(tolerance).__ge__, differences)):
                 return True
         return all(_same(a, b, tolerance) for a, b in zip(got, expected, strict=True))
     if isinstance(expected, dict):

@@ -13,7 +13,7 @@ Examples:
 
 Checked: the numbers of all ranks on one machine and on several, with equal or different numbers of ranks on each;
 missing variables; and that UserError is raised, with the variable in the message, if RANK or WORLD_SIZE is missing, a
-value is not an integer from 0 on ("-1", "1.5" and "" are none), a rank is not below its size, or one machine would have
+value is not a non-negative integer (such as "-1", "1.5" or ""), a rank is not below its size, or one machine would have
 more ranks than the job.
 
 You may call:

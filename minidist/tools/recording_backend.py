@@ -78,18 +78,15 @@ def wait_until_dropped(timeout_s: float) -> None:
         time.sleep(1e-3)
 
 
-def _make_backend_reference(tensor: Tensor) -> Tensor:
-    """Return a new tensor object for the caller's memory, which the backend may keep."""
-    reference = tensor.detach()
+def _make_backend_references(value: Any) -> Any:
+    """Return the value with a new object for each tensor's memory, also in nested lists: the backend may keep those."""
+    if isinstance(value, list):
+        return [_make_backend_references(each) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    reference = value.detach()
     _BACKEND_REFERENCES[id(reference)] = reference
     return reference
-
-
-def _make_backend_references(value: Any) -> Any:
-    """Return the value, a tensor or nested lists, with backend references in place of its tensors."""
-    if isinstance(value, Tensor):
-        return _make_backend_reference(value)
-    return [_make_backend_references(each) for each in value] if isinstance(value, list) else value
 
 
 class _InnerGroup:

@@ -1,5 +1,6 @@
 """Tests of same_run_resume: a run that is stopped, saved and resumed, beside the same run without a stop."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,16 +226,24 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
         expect("what resume returns", answer.resume(fresh, []), None, case="there is no checkpoint")
 
 
+@contextlib.contextmanager
 def unreadable(file):
-    """A context in which this rank cannot read a file."""
-    read_bytes = Path.read_bytes
+    """A context in which this rank cannot read a file, by whichever method of its path."""
+    with contextlib.ExitStack() as patches:
+        for name in ("open", "read_bytes", "read_text"):
+            patches.enter_context(mock.patch.object(Path, name, failing_for(file, getattr(Path, name))))
+        yield
 
-    def read(path):
+
+def failing_for(file, method):
+    """The method of a path, but an error for this one."""
+
+    def read(path, *args, **kwargs):
         if path == file:
             raise OSError(f"{path}: input/output error")
-        return read_bytes(path)
+        return method(path, *args, **kwargs)
 
-    return mock.patch.object(Path, "read_bytes", read)
+    return read
 
 
 def damage(file):

@@ -203,7 +203,7 @@ class ReleaseOptions(_Options):
 
 @dataclass(frozen=True)
 class GateOptions(_Options):
-    """For authors: test the graders of exercises with right and wrong answers."""
+    """For authors: test the graders of exercises with right and wrong answers, which also train the simple trainer."""
 
     names: Annotated[tuple[str, ...], POSITIONAL] = ()
     """The exercises. By default all."""
@@ -214,7 +214,7 @@ class GateOptions(_Options):
     conditions: bool = False
     """Count instead how many wrong answers each kind of condition refuses, without the exercises' own tests."""
     parity: bool = False
-    """Train a layout of the simple trainer with each right answer instead, and with wrong ones until one is noticed."""
+    """Only train a layout of the simple trainer with each right answer, and with wrong ones until one is noticed."""
     trial: Path | None = None
     """Test with the right and wrong answers in this folder instead, of authors who have not seen the tests."""
 
@@ -476,8 +476,13 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
         for exercise in chosen:
             start_s, before = time.perf_counter(), len(gate.problems)
             gate.run([exercise])
+            in_trainer = ""
+            if exercise.kind == "piece":
+                result = parity_gate.judge_in_trainer(exercise, server)
+                gate.problems += [f"{exercise.name}: {problem}" for problem in result.problems]
+                in_trainer = f"  in the trainer: {result}"
             state = "red" if len(gate.problems) > before else "green"
-            print(f"{exercise.name:<28}{state:<6}{time.perf_counter() - start_s:6.1f} s", flush=True)
+            print(f"{exercise.name:<28}{state:<6}{time.perf_counter() - start_s:6.1f} s{in_trainer}", flush=True)
     if not chosen:
         gate.run([])
     print("\n".join(gate.problems) or f"{format_count(gate.checked, 'exercise')}, all green")

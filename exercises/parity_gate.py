@@ -1,4 +1,4 @@
-"""Answers in the trainer: `python -m exercises gate --parity`.
+"""Answers in the trainer: a part of `python -m exercises gate`, or all of it with `--parity`.
 
 The tests of an exercise call its function by themselves. Here answers are installed in the simple trainer, and a run of
 a small model is compared with one process. A layout that notices no mistake would prove nothing, so wrong answers are
@@ -51,6 +51,11 @@ class ParityResult:
     problems: tuple[str, ...] = ()
     reason: str = ""
 
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not run: {self.reason}"
+        return f"{self.case}: {format_count(self.right, 'right answer')}, refuses {self.refused or 'no wrong answer'}"
+
 
 def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     """Find a layout that notices one of the exercise's wrong answers; run each right answer in it."""
@@ -90,13 +95,9 @@ def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool
             continue
         result = judge_in_trainer(exercise, server)
         problems += [f"{exercise.name}: {problem}" for problem in result.problems]
-        if result.reason:
-            print(f"{exercise.name:<28}not run: {result.reason}", flush=True)
-            continue
-        ran += 1
-        state = "red" if result.problems else "green"
-        told = f"{format_count(result.right, 'right answer')}, refuses {result.refused or 'no wrong answer'}"
-        print(f"{exercise.name:<28}{state:<6}{result.case}: {told}", flush=True)
+        ran += not result.reason
+        state = "" if result.reason else f"{'red' if result.problems else 'green':<6}"
+        print(f"{exercise.name:<28}{state}{result}", flush=True)
     if not ran:
         raise UserError("no training run calls these exercises")
     print("\n".join(problems) or f"{format_count(ran, 'exercise')}, all green")

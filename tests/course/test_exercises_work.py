@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
-from exercises import stubs
+from exercises import parity_gate, stubs
 from exercises.__main__ import main
 from exercises.attempt import grade_attempt
 from exercises.catalogue import ROOT, Catalogue
+from exercises.gate import Gate
+from exercises.parity_gate import ParityResult
 from exercises.work import Work
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
@@ -228,8 +230,19 @@ def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
     assert main(["gate", "strided_partition"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("strided_partition           green") and out.endswith("1 exercise, all green\n")
+    assert "in the trainer: not run: no training run calls strided_partition" in out
     assert main(["--root", str(tmp_path), "gate"]) == 1
     assert capsys.readouterr().out == "no exercise was checked\n"
+
+
+def test_the_gate_command_is_red_if_the_trainer_is_wrong_with_a_right_answer(monkeypatch, capsys):
+    result = ParityResult("dp=2", 3, "wrong_rank", ("right_loop differs",))
+    monkeypatch.setattr(parity_gate, "judge_in_trainer", lambda exercise, server: result)
+    monkeypatch.setattr(Gate, "run", lambda gate, exercises: True)
+    assert main(["gate", "strided_partition"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("strided_partition           red") and out.endswith("strided_partition: right_loop differs\n")
+    assert "in the trainer: dp=2: 3 right answers, refuses wrong_rank" in out
 
 
 def test_a_file_that_changes_during_a_check_is_checked_as_it_was(work, monkeypatch, server):

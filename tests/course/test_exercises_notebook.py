@@ -199,8 +199,8 @@ def test_powers_in_a_task_are_not_bold_type():
     from exercises.exercise_display import ExerciseDisplay
 
     display = ExerciseDisplay(CATALOGUE["loss_scaler"], None)
-    assert "up to 2**127 and" in repr(display)
-    assert r"up to 2\*\*127 and" in display._repr_markdown_()  # two powers in a paragraph are bold type between them
+    assert "up to 2**127, and" in repr(display)
+    assert r"up to 2\*\*127, and" in display._repr_markdown_()  # two powers in a paragraph are bold type between them
 
 
 def test_the_stored_display_of_a_changed_exercise_is_updated(tmp_path):

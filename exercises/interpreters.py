@@ -11,13 +11,14 @@ Not covered: sets that other code makes, such as the intersection of the keys of
 import ast
 import builtins
 import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 _MADE_SET = "__made_set__"  # in the answer's module: the class of what `{a, b}` is
@@ -51,8 +52,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a file whose set displays and comprehensions make sets of this module."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
-        tree = _Sets().visit(ast.parse(data, path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize)
+        return _compile(bytes(data), path, _optimize)
+
+
+@functools.cache  # every test of a rank loads the same file
+def _compile(data: bytes, path: str, optimize: int) -> CodeType:
+    """Compile a program whose sets are made by this module."""
+    tree = _Sets().visit(ast.parse(data, path))
+    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=optimize)
 
 
 class _Sets(ast.NodeTransformer):

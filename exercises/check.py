@@ -1,7 +1,9 @@
 """Grades a learner's file: runs every test on fresh ranks and turns every kind of failure into a short finding."""
 
 import ast
+import functools
 import importlib.util
+import marshal
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,6 +183,12 @@ def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
     return tuple(str(path) for path in secret)
 
 
+@functools.cache
+def compile_tests(text: str, file: str) -> bytes:
+    """Return the code of a test file as `marshal` writes it: each rank would take 6 ms to compile it."""
+    return marshal.dumps(compile(text, file, "exec"))
+
+
 def _request(
     exercise: Exercise,
     tests: Sequence[str],
@@ -192,8 +200,9 @@ def _request(
 ):
     from exercises.rank_tests import Request
 
+    test_file = str(exercise.test_file)
     return Request(
-        answer, str(exercise.test_file), exercise.test_file.read_text(), tuple(tests), exercise.symbols,
+        answer, test_file, compile_tests(exercise.test_file.read_text(), test_file), tuple(tests), exercise.symbols,
         exercise.pieces, exercise.guards, secret, folder, MEMORY_BYTES, secrets.token_hex(),
         exercise.kind in _PROGRAMS, offered, condition,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import faulthandler
 import inspect
 import json
 import linecache
+import marshal
 import os
 import resource
 import sys
@@ -27,14 +28,14 @@ class Request:
     """The tests to run on a rank, and what they need.
 
     folder: of the findings, and the working directory of the learner's code. memory_bytes: how much memory the answer
-    may allocate. token: what a rank returns if all tests pass, which an answer cannot know. test_text: of the test
-    file, which a rank in a sandbox cannot read. program: whether the answer makes its own process group. offered:
+    may allocate. token: what a rank returns if all tests pass, which an answer cannot know. test_code: of the test
+    file, compiled once for all ranks, by `marshal`. program: whether the answer makes its own process group. offered:
     further arguments of tests, by name. condition: the only kind of `exercises.conditions` to check; None for all.
     """
 
     answer: str
     test_file: str
-    test_text: str
+    test_code: bytes
     tests: tuple[str, ...]
     symbols: tuple[str, ...]
     pieces: tuple[str, ...]
@@ -138,12 +139,12 @@ def _store_and_raise(finding: Finding, note: RunningCall, world, request: Reques
 
 
 def _load_tests(request: Request) -> ModuleType:
-    """Run the text of the tests as a module; return the module."""
+    """Run the code of the tests as a module; return the module."""
     module = sys.modules["exercise_tests"] = ModuleType("exercise_tests")
     module.__file__ = request.test_file
     # torch looks up source lines of the call stack: it finds none, and does not open the file while an answer runs.
     linecache.cache[request.test_file] = (0, None, [], request.test_file)
-    exec(compile(request.test_text, request.test_file, "exec"), vars(module))
+    exec(marshal.loads(request.test_code), vars(module))
     return module
 
 

@@ -169,8 +169,7 @@ class SharedCode:
         """Watch what has been loaded since, and take the present state for the right one."""
         self.add_modules()
         for index in self._changed(range(len(self._namespaces))):
-            if self._namespaces[index].find_change() is not None:
-                self._namespaces[index].accept_changes()
+            self._namespaces[index].accept_changes()
             self._versions[index] = _Version.from_address(self._addresses[index]).value
 
     def find_change(self, only_met_first: bool = False) -> str | None:

@@ -17,7 +17,7 @@ import pytest
 
 from exercises import sandbox
 from exercises.catalogue import ROOT, Catalogue
-from exercises.check import check
+from exercises.check import check, compile_tests
 from exercises.diagnosis import Run, run_and_diagnose
 from exercises.rank_tests import Request
 from exercises.sandbox import SandboxedRankServer
@@ -52,7 +52,8 @@ def attempt(jail):
         text += '    raise Wrong("wrong", "told", got=json.dumps(found))\n'
         with open_scratch(jail) as folder, open_scratch(jail, writable=True) as place:
             answer = folder.write("ch/answer.py", b"")
-            asked = Request(answer, "/test_tried.py", text, ("tried",), (), (), (), (), place.path, 1 << 30, "token")
+            tests = compile_tests(text, "/test_tried.py")
+            asked = Request(answer, "/test_tried.py", tests, ("tried",), (), (), (), (), place.path, 1 << 30, "token")
             finding = run_and_diagnose(Run(asked, place, b""), 1, jail, _HANG_S)
         assert finding.what == "told", finding
         return json.loads(finding.got)
@@ -245,7 +246,8 @@ def test_a_server_that_its_ranks_have_killed_is_replaced(jail, server):
     text = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
     with open_scratch(jail) as folder, open_scratch(jail, writable=True) as place:
         answer = folder.write("ch/answer.py", b"")
-        asked = Request(answer, "/test_tried.py", text, ("tried",), (), (), (), (), place.path, 1 << 30, "token")
+        tests = compile_tests(text, "/test_tried.py")
+        asked = Request(answer, "/test_tried.py", tests, ("tried",), (), (), (), (), place.path, 1 << 30, "token")
         assert run_and_diagnose(Run(asked, place, b""), 1, jail, _HANG_S) is not None
     assert check(exercise, exercise.solution, jail).passed
 

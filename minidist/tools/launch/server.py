@@ -27,6 +27,7 @@ _RANK_MODULES = (
     "minidist.comm.objects",
     "minidist.comm.collectives",
     "minidist.tools.launch.device",
+    "minidist.tools.deadlock.status_page",  # 10 ms per rank
     "minidist.tools.launch.rank",
     "minidist.tools.shm.group_creation",  # 40 ms per rank
 )

@@ -120,7 +120,7 @@ def exact_beyond_floats(answer):
 def refuses_impossible_input(answer):
     """An invalid rank, number of samples or list of weights raises ValueError, whatever the other arguments are."""
     expect("the rank's block", index_list(answer.weighted_partition(5, [1, 1], 1)), [3, 4])
-    for n, weights, rank in itertools.product((5, 1, 0, -1), ([1, 1], [2]), (0, 1, 2, -1, -2)):
+    for n, weights, rank in itertools.product((5, 1, 0, -1), ([1, 1], [2]), (-1, -2, 0, 1, 2)):
         if n < 0 or rank not in range(len(weights)):
             expect_raises(ValueError, answer.weighted_partition, n, weights, rank)
     for n in (5, 1, 0):

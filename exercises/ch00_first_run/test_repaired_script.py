@@ -71,8 +71,8 @@ def one_process(sizes, epochs, seed=0):
 class Run(NamedTuple):
     """The results of one call of main: how often each sample was read, and the returned parameters.
 
-    rows: samples that this rank passed through the model. sent: bytes that this rank sent. joined, ended: whether main
-    initialized and destroyed the process group.
+    rows: samples that this rank passed through the model. sent: bytes that this rank sent. payload: bytes of the
+    tensors of its messages, each counted once. joined, ended: whether main initialized and destroyed the process group.
     """
 
     reads: list
@@ -80,6 +80,7 @@ class Run(NamedTuple):
     steps: int
     rows: int
     sent: int
+    payload: int
     joined: bool
     ended: bool
 
@@ -99,13 +100,16 @@ def trained(answer, run, sizes, epochs, seed=0):
             raise Wrong("type", "main must return the trained model", "a Network", type(model).__name__)
         parameters = [parameter.detach().tolist() for parameter in model.parameters()]
         sent = sum(record.wire_bytes for record in run.records)
-        RUNS[sizes, epochs, seed] = Run(data.reads, parameters, len(steps), sum(rows), sent, run.joined, run.ended)
+        payload = sum(record.payload_bytes for record in run.records)
+        RUNS[sizes, epochs, seed] = Run(
+            data.reads, parameters, len(steps), sum(rows), sent, payload, run.joined, run.ended
+        )
     return RUNS[sizes, epochs, seed]
 
 
 def describe_case(sizes, epochs):
     """Return the case in words, for messages."""
-    return f"{sizes[0]} samples, batches of {sizes[1]}, {epochs} epoch{'s' * (epochs > 1)}"
+    return f"{sizes[0]} samples, batches of {sizes[1]}, {epochs} epoch{'s' * (epochs != 1)}"
 
 
 @test(points=2, ranks=(1, 2))
@@ -119,7 +123,8 @@ def joins_with_the_assigned_rank(answer, run):
 @test(points=1)
 def chooses_device_and_backend(answer):
     """Each rank uses its own GPU and nccl if the machine has a GPU per rank, otherwise the CPU and gloo."""
-    for gpus, local_rank, local_size in ((0, 1, 2), (1, 1, 2), (2, 1, 2), (16, 9, 16)):
+    cases = [(gpus, rank, size) for gpus in (0, 1, 2, 3, 5) for size in (1, 2, 3, 4) for rank in range(size)]
+    for gpus, local_rank, local_size in [(0, 1, 2), (1, 1, 2), (2, 1, 2), (16, 9, 16), (15, 9, 16), *cases]:
         available = mock.patch("torch.cuda.is_available", lambda gpus=gpus: gpus > 0)
         with available, mock.patch("torch.cuda.device_count", lambda gpus=gpus: gpus):
             got = answer.device_and_backend(local_rank, local_size)
@@ -218,11 +223,19 @@ def nothing_more_is_sent(answer, world, run):
     """Each gradient is sent once per step, each parameter once at the start, and nothing else."""
     sent = sum(run.gather(trained(answer, run, EVEN, 1).sent))
     # An all-reduce over n ranks sends 2 (n - 1) times its tensor in total; a broadcast sends half of that, or as much.
-    full = 2 * (world.size - 1) * sum(8 * math.prod(shape) for shape in SHAPES)
+    model_bytes = sum(8 * math.prod(shape) for shape in SHAPES)
+    full = 2 * (world.size - 1) * model_bytes
     steps = math.ceil(EVEN[0] / EVEN[1])
     most = (steps + 1) * full + 1000
     case = f"{describe_case(EVEN, 1)}: {steps} steps and the start"
     expect(f"at most {most} bytes sent by both ranks together (counted: {sent})", sent <= most, True, case=case)
+    start = trained(answer, run, EVEN, 0)
+    most, counted = model_bytes + 1000, start.payload
+    case = f"{describe_case(EVEN, 0)}: each parameter is sent once"
+    expect(f"at most {most} bytes in the messages of a rank (counted: {counted})", counted <= most, True, case=case)
+    most, counted = steps * full + 1000, sent - sum(run.gather(start.sent))
+    case = f"{describe_case(EVEN, 1)}, compared with none: {steps} steps"
+    expect(f"at most {most} more bytes, those of the gradients (counted: {counted})", counted <= most, True, case=case)
     added = sum(run.gather(trained(answer, run, EVEN, 3).sent)) - sent
     most = 2 * steps * full + 1000
     case = f"{describe_case(EVEN, 3)}, compared with one epoch: {2 * steps} more steps"

@@ -3,9 +3,9 @@
 Give each rank a block of one shuffled order of all samples. All ranks must shuffle in the same way without
 communication, and differently in each epoch.
 
-seed, epoch: non-negative integers. Returns an int64 array, (size,). Sizes are those of block_partition. For given n,
-the order depends on seed and epoch only: not on the number of ranks, on earlier calls, or on random numbers drawn
-elsewhere. Different pairs of seed and epoch give different orders, also (1, 1) and (2, 0).
+seed, epoch: integers from 0 to 2**32 - 1. Returns an int64 array, (size,). Sizes are those of block_partition. For
+given n, the order depends on seed and epoch only: not on the number of ranks, on earlier calls, or on random numbers
+drawn elsewhere. Different pairs of seed and epoch give different orders, also (1, 1) and (2, 0).
 Example: if the order of 5 samples is 3, 0, 4, 1, 2, then rank 0 of 2 has [3, 0, 4] and rank 1 has [1, 2].
 
 Checked: that every sample belongs to exactly one rank, also where ranks have drawn different random numbers before;

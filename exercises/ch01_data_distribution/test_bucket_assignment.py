@@ -1,5 +1,7 @@
 """Tests of bucket_assignment: the reference takes, for each bucket, the longest run of names that fits."""
 
+import itertools
+
 from exercises.testing import expect, test
 
 SIZES = [
@@ -16,6 +18,8 @@ SIZES = [
     [5, 4, 3, 2, 1],
     [0, 8, 0, 0, 1],
     [2, 2, 2, 2, 2, 2, 2],
+    [9, 0, 1],
+    [2**40, 1, 2**40 + 1, 3],
 ]
 LIMITS = (1, 4, 8, 9, 100)
 
@@ -65,3 +69,7 @@ def fills_each_bucket(answer):
     for sizes in map(named, SIZES):
         for limit in LIMITS:
             expect("the buckets", answer.assign_buckets(sizes, limit), cut(sizes, limit))
+    for count in (2, 3, 4):
+        for sizes in itertools.product((0, 1, 2, 5), repeat=count):
+            for limit in (1, 3, 4):
+                expect("the buckets", answer.assign_buckets(named(sizes), limit), cut(named(sizes), limit))

@@ -103,11 +103,42 @@ def launched_inside_backward(answer, world, network):
     reducer, _ = reducer_of(answer, world, network)
     backward(reducer, network, world.rank)
     reducer.finish()
-    expected = []
-    for number, bucket in enumerate(BUCKETS):
-        expected += [f"add {name}" for name in bucket] + [f"launch {number}"]
+    expect_earliest_launches(network, reversed(SHAPES))
+    left_out = ((), ("embed",), ("first.bias",))
+    for mine in range(len(left_out)):
+        reducer, parameters = reducer_of(answer, world, network)
+        network.begin()
+        leave_out = left_out[(mine + world.rank) % len(left_out)]  # another rank leaves out others
+        backward(reducer, network, world.rank, leave_out=leave_out)
+        reducer.finish()
+        expect_earliest_launches(network, [name for name in reversed(SHAPES) if name not in leave_out])
+    one_bucket_is_enough(answer, world, network)
+
+
+def expect_earliest_launches(network, added):
+    """Check the events of a backward: each bucket is launched after the first add() that allows it."""
+    expected, missing, launched = [], [set(bucket) for bucket in BUCKETS], 0
+    for name in added:
+        expected.append(f"add {name}")
+        for bucket in missing:
+            bucket.discard(name)
+        while launched < len(BUCKETS) and not missing[launched]:
+            expected.append(f"launch {launched}")
+            launched += 1
     happened = [event for event in timeline(network) if not event.startswith("wait")]
     expect_order(happened[: len(expected) + 1], [*expected, "backward is over"])
+
+
+def one_bucket_is_enough(answer, world, network):
+    """Gradients that fit together in the default bucket_bytes, 25 MiB, share one bucket."""
+    parameters = named_parameters(Net(world.rank, {f"layer{number}": (100_000,) for number in range(4)}, torch.float32))
+    reducer = answer.BucketedReducer(parameters, parameters, network.group)
+    network.begin()
+    for name in reversed(parameters):
+        reducer.add(name, torch.ones(100_000))
+    sent = [record.payload_bytes for record in network.records]
+    reducer.finish()
+    expect("bytes of the messages, given the default bucket_bytes of 25 MiB", sent, [1_600_000])
 
 
 @test(points=3, ranks=(4,))
@@ -123,8 +154,31 @@ def launched_in_index_order(answer, world, network):
     rest = sum(sent[len(sizes) :])
     expect(f"at most {16 * len(SHAPES)} bytes after the buckets (counted: {rest})", rest <= 16 * len(SHAPES), True)
     expect("buckets that were launched when backward was over", launched, len(BUCKETS))
-    expect_complete_buckets(timeline(network))
+    happened = timeline(network)
+    expect_complete_buckets(happened)
+    added = [event for event in happened if event.startswith("add ")]
+    expect_earliest_launches(network, [event.removeprefix("add ") for event in added])
     sums_are_right(parameters, world)
+    fills_each_bucket(answer, world, network)
+
+
+def fills_each_bucket(answer, world, network):
+    """Each bucket takes the next gradient if it fits, up to the limit itself."""
+    sizes = [4 * torch.Size(shape).numel() for shape in reversed(SHAPES.values())]  # 96, 64, 16, 64 and 128 bytes
+    for bucket_bytes in (16, 80, 95, 96, 143, 144, 159, 160, 368):
+        expected = []
+        for size in sizes:
+            if expected and sum(expected[-1]) + size <= bucket_bytes:
+                expected[-1].append(size)
+            else:
+                expected.append([size])
+        reducer, _ = reducer_of(answer, world, network, bucket_bytes=bucket_bytes)
+        network.begin()
+        backward(reducer, network, world.rank)
+        sent = [record.payload_bytes for record in network.records]
+        reducer.finish()
+        case = f"gradients of {sizes} bytes in the order of backward, bucket_bytes={bucket_bytes}"
+        expect("bytes of the messages, one per bucket", sent, [sum(bucket) for bucket in expected], case=case)
 
 
 def expect_complete_buckets(happened, case=""):

@@ -1,5 +1,7 @@
 """Tests of data_parallel: gradients whose sums are exact in any order; the reference is autograd in one process."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -47,13 +49,21 @@ def run_step(reducer, world, step=0, dtype=torch.float32):
 
 
 def model_to_broadcast(rank):
-    """A frozen and a tied parameter, and buffers, one of them non-persistent, with values that differ by rank."""
+    """A frozen and a tied parameter, and buffers of many kinds, with values that differ by rank."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model.register_buffer("mask", torch.zeros(2), persistent=False)  # as of a model that computes its buffers anew
+    model.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
+    model.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+    model.register_buffer("scale", torch.zeros(3, dtype=torch.bfloat16))
+    model.register_buffer("is_set", torch.zeros(2, dtype=torch.bool))
+    model.register_buffer("nothing", torch.zeros(0))
     model[2].weight = model[0].weight
     model[1].bias.requires_grad_(False)
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
-        tensor.data.copy_(torch.full_like(tensor, 10 * rank + number + 1))
+        tensor.data.copy_((torch.arange(tensor.numel()) + 20 * rank + number + 1).reshape(tensor.shape))
+    model.tokens_seen += 2**40  # more digits than float32 has
+    model.mean += 2.0**-40
+    model.is_set.copy_(torch.tensor([rank % 2 == 0, rank > 1]))
     return model
 
 
@@ -95,7 +105,7 @@ class Used(nn.Module):
         """(b, 3) -> a loss sum. All its values are multiples of 2**-33, so that sums are exact in any order."""
         hidden = x @ self.weight.T
         loss = hidden.square().sum()
-        return loss + (hidden @ self.rare).sum() if rare else loss
+        return loss + (hidden @ self.rare).sum() + self.weight.sum() if rare else loss  # the weight is used twice
 
 
 def data(rank, micro_batch):
@@ -126,6 +136,19 @@ def each_backward_adds_its_gradients(answer, world, network):
     calls.clear()
     (model(torch.zeros(2, 3, dtype=torch.float64), True) * 1).backward()
     expect("the names, if all gradients are zero", sorted(name for name, _ in calls), ["rare", "weight"])
+    adds_inside_backward(answer)
+
+
+def adds_inside_backward(answer):
+    """The gradient of the last layer is added before backward reaches the first one."""
+    layers, happened = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), []
+    answer.register_gradient_hooks(named_parameters(layers), lambda name, grad: happened.append(f"add {name}"))
+    hidden = layers[0](torch.ones(1, 2))
+    hidden.register_hook(lambda grad: happened.append("backward of layer 0"))
+    layers[1](hidden).sum().backward()
+    happened.append("backward is over")
+    expected = ["add 1.weight", "backward of layer 0", "add 0.weight", "backward is over"]
+    expect("what happens in a backward", happened, expected, case="a model of two layers")
 
 
 @test(points=2)
@@ -172,16 +195,33 @@ def micro_batches_add_up(answer, world, network):
     for name in SHAPES:
         expected = sum(gradient(name, rank, part) for rank, count in parts.items() for part in range(count))
         expect(f"the gradient of {name}, of 3 and 2 micro-batches", grad_of(parameters, name), expected.tolist())
+        is_sum = parameters[name].grad.data_ptr() == reducer.sums[name].data_ptr()
+        expect(f"whether .grad of {name} is the tensor in `sums`, not a copy", is_sum, True)
+    counts_gradients(reducer, parameters, parts[world.rank])
+    reducer.clear()
+    counts_gradients(reducer, parameters, 0)
+    for _ in range(128):
+        reducer.add("scale", torch.ones(()))
+    reducer.finish()
+    expect("the gradient of scale, of 128 micro-batches per rank", grad_of(parameters, "scale"), 128.0 * world.size)
+
+
+def counts_gradients(reducer, parameters, count):
+    """The reducer has counted so many gradients of each parameter in SHAPES, and none of others."""
+    for name in parameters:
+        wanted = count if name in SHAPES else 0
+        expect(f"num_added of {name}, after {wanted} gradients in this step", int(reducer.num_added[name]), wanted)
 
 
 @test(points=3, ranks=(2,))
 def steps_are_independent(answer, world, network):
-    """A step contains nothing of the steps before it: not of a complete one, an aborted one, or another reducer's."""
+    """A step contains nothing of the steps before it, of another reducer, or of a NaN in an aborted step."""
     reducer, parameters = reducer_of(answer, world, network)
     other, others_parameters = reducer_of(answer, world, network)
     for step in range(3):
         if step == 1:  # aborted before finish()
             reducer.add("weight", gradient("weight", world.rank))
+            reducer.add("bias", torch.tensor([math.nan, math.inf, 1.0]))
             other.add("weight", gradient("weight", world.rank, 7))
         else:
             run_step(reducer, world, step)

@@ -14,9 +14,10 @@ KEYS = ("start", "share", "mean", "gradient", "steps")
 
 
 class Run(NamedTuple):
-    """The results of one call of main: parameters, recorded messages, and how many samples this rank forwarded."""
+    """The results of one call of main: parameters, losses, recorded messages, and the number of samples forwarded."""
 
     parameters: list
+    losses: list
     records: list
     samples: int
 
@@ -43,16 +44,17 @@ def trained(answer, world, run):
         model, samples = model_of(world.rank), []
         model.register_forward_pre_hook(lambda _, args: samples.append(len(args[0])))
         result = run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
-        if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
+        returned = tuple(map(type, result)) if isinstance(result, tuple) else ()
+        if len(returned) != 2 or not issubclass(returned[0], nn.Module) or returned[1] is not list:
             raise Wrong("type", "main must return the model and the losses", "(model, losses)", show(result))
         parameters = [parameter.tolist() for parameter in result[0].parameters()]
-        RUNS.append(Run(parameters, run.records, sum(samples)))
+        RUNS.append(Run(parameters, result[1], run.records, sum(samples)))
     return RUNS[0]
 
 
 def one_process():
-    """Return the parameters of a single process that starts with those of rank 0."""
-    model, (inputs, targets) = model_of(0), data()
+    """Return the parameters and the losses of a single process that starts with the parameters of rank 0."""
+    model, (inputs, targets), losses = model_of(0), data(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
     for _ in range(EPOCHS):
         for first in range(0, len(inputs), BATCH):
@@ -60,7 +62,8 @@ def one_process():
             error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
             (error**2).mean().backward()
             optimizer.step()
-    return [parameter.tolist() for parameter in model.parameters()]
+            losses.append((error**2).mean().item())
+    return [parameter.tolist() for parameter in model.parameters()], losses
 
 
 @test(points=3, ranks=(2, 4))
@@ -73,14 +76,21 @@ def replicas_stay_equal(answer, world, run):
 
 @test(points=4, ranks=(1, 2, 4))
 def equals_one_process(answer, world, run):
-    """The trained model equals that of a single process."""
-    got = trained(answer, world, run).parameters
-    expect("the parameters after training", got, one_process(), tolerance=TOLERANCE, case="main(...)")
+    """The trained model equals that of a single process, and the losses are those of each rank's samples."""
+    got, (parameters, losses) = trained(answer, world, run), one_process()
+    expect("the parameters after training", got.parameters, parameters, tolerance=TOLERANCE, case="main(...)")
+    numbers = [float(loss) for loss in got.losses]
+    expect("the number of losses, one per step", len(numbers), STEPS, case="main(...)")
+    means = [sum(each) / world.size for each in zip(*run.gather(numbers), strict=True)]
+    expect("the losses of each step, averaged over the ranks", means, losses, tolerance=TOLERANCE, case="main(...)")
 
 
 @test(points=2, ranks=(2,))
 def sends_only_gradients(answer, world, run):
     """Each gradient is all-reduced once per step, and nothing else is sent after the start."""
+    names = [record.name for record in trained(answer, world, run).records]
+    later = names[names.index("all_reduce") :] if "all_reduce" in names else []
+    expect("operations after the first gradient", sorted(set(later)), ["all_reduce"], case="main(...)")
     sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
     expect("operations after the start", sorted({record.name for record in sent}), ["all_reduce"], case="main(...)")
     payload = sum(parameter.numel() * 8 for parameter in model_of(0).parameters())

@@ -3,7 +3,7 @@
 import torch
 
 from exercises.conditions import Declaration, Drawn, check_conditions
-from exercises.testing import CONDITION_RANKS, expect, test
+from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.comm import all_gather_object
 
 START = [0.5, -1.0, 2.0]
@@ -37,11 +37,19 @@ def one_process(counts, weights):
     return loss.item(), theta.grad.tolist(), total
 
 
+def count_of(answer, num_tokens, weight, network):
+    """Return the result of count_tokens. Raises Wrong unless it is a float."""
+    count = answer.count_tokens(num_tokens, weight, network.group)
+    if not isinstance(count, float):
+        raise Wrong("type", "the result has the wrong type", "a float", type(count).__name__)
+    return count
+
+
 def sums_are_those_of_one_process(answer, world, network, counts, weights, case):
     """Check that the parts of all ranks, divided by the learner's count, sum to loss and gradient of one process."""
     loss, gradient, total = one_process(counts, weights)
     mine, weight = counts[world.rank], weights[world.rank]
-    count = answer.count_tokens(list(mine), weight, network.group)
+    count = count_of(answer, list(mine), weight, network)
     expect("the weighted number of tokens", count, float(total), case=case, tolerance=1e-12)
     theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     part = 0.0
@@ -69,7 +77,9 @@ def unequal_token_counts(answer, world, network):
 @test(points=2, ranks=(4,))
 def weights_of_data(answer, world, network):
     """w_i multiplies the token count of rank i, as it multiplies its losses; small weights work, too."""
-    for factor in (1, 1 / 64):  # with the second, the weighted number of all tokens is below 1
+    # With the second factor the weighted number of all tokens is below 1; with the third, float32 cannot represent the
+    # weights.
+    for factor in (1, 1 / 64, 1 / 3):
         counts, weights = COUNTS[: world.size], [weight * factor for weight in WEIGHTS[: world.size]]
         case = f"weights {weights}, tokens per micro-batch {counts}"
         sums_are_those_of_one_process(answer, world, network, counts, weights, case)
@@ -83,7 +93,7 @@ def a_rank_without_tokens(answer, world, network):
         sums_are_those_of_one_process(answer, world, network, counts, weights, case)
     for counts, weight in ([0, 0], 1.0), ([3], 0.0), ([], 1.0):
         case = f"weight {weight}, tokens per micro-batch {counts} on every rank"
-        expect("the number of tokens", answer.count_tokens(counts, weight, network.group), 0.0, case=case)
+        expect("the number of tokens", count_of(answer, counts, weight, network), 0.0, case=case)
 
 
 @test(points=1, ranks=(2,))
@@ -96,10 +106,11 @@ def one_all_reduce_of_the_count(answer, world, network):
 
 @test(points=1, ranks=(1, 2))
 def many_tokens(answer, world, network):
-    """A count above 2**24 is exact, although float32 cannot represent it."""
-    for counts in ([2**24, 1], [2**31, 2**31 + 1]):
-        got = answer.count_tokens(counts, 1.0, network.group)
-        expect("the number of tokens", got, float(world.size * sum(counts)))
+    """A count above 2**24 is exact, although float32 cannot represent it; weights may be integers."""
+    for counts in ([2**24, 1], [2**31, 2**31 + 1], (2**50, 1, 2)):
+        for weight in (1.0, 1, 3):
+            got = count_of(answer, counts, weight, network)
+            expect("the number of tokens", got, float(weight * world.size * sum(counts)))
 
 
 DRAWN_COUNTS = {

@@ -1,14 +1,22 @@
 """Tests of weighted_partition: the reference computes the largest remainder with integers."""
 
+import itertools
+import math
+import numbers
+import random
+
 from exercises.conditions import check_conditions
 from exercises.partition_run import declare_partition
-from exercises.testing import expect, expect_raises, index_list, test
+from exercises.testing import Wrong, expect, expect_raises, index_list, show, test
 
 WEIGHTS = [[1], [1, 1], [1, 2], [3, 1], [1, 1, 1], [1, 2, 3], [5, 0, 2], [0, 1], [8, 16, 26], [7, 7, 7, 1], [1, 100]]
 
 
 def shares(n, weights):
-    """Return the largest-remainder sizes for integer weights, one leftover sample at a time."""
+    """Return the largest-remainder sizes, one leftover sample at a time."""
+    ratios = [weight.as_integer_ratio() for weight in weights]
+    common = math.lcm(*(denominator for _, denominator in ratios))
+    weights = [numerator * (common // denominator) for numerator, denominator in ratios]
     total = sum(weights)
     whole = [n * w // total for w in weights]
     left = [n * w % total for w in weights]
@@ -19,12 +27,20 @@ def shares(n, weights):
     return whole
 
 
+def sizes_of(answer, n, weights):
+    """Return the result of apportion. Raises Wrong unless it is a list of integers."""
+    got = answer.apportion(n, weights)
+    if type(got) is not list or not all(isinstance(size, numbers.Integral) for size in got):
+        raise Wrong("type", "the result has the wrong type", "a list of integers", f"{type(got).__name__} {show(got)}")
+    return got
+
+
 @test(points=3)
 def integer_shares(answer):
     """If every exact share is an integer, each rank gets its exact share."""
     for weights in WEIGHTS:
         for times in (0, 1, 3):
-            expect("the sizes", answer.apportion(sum(weights) * times, weights), [w * times for w in weights])
+            expect("the sizes", sizes_of(answer, sum(weights) * times, weights), [w * times for w in weights])
 
 
 @test(points=3)
@@ -43,7 +59,11 @@ def largest_remainder(answer):
     """Leftover samples go to the largest fractional parts; ties go to the lower rank."""
     for weights in WEIGHTS:
         for n in range(15):
-            expect("the sizes", answer.apportion(n, weights), shares(n, weights))
+            expect("the sizes", sizes_of(answer, n, weights), shares(n, weights))
+    for ranks in (2, 3, 4):
+        for weights in itertools.product(range(4 if ranks < 4 else 2), repeat=ranks):
+            for n in (0, 1, 2, 3, 5, 7) if any(weights) else ():
+                expect("the sizes", sizes_of(answer, n, list(weights)), shares(n, weights))
 
 
 @test(points=2)
@@ -69,24 +89,45 @@ def fractions_of_one(answer):
     expect("the sizes", answer.apportion(10, [1.5, 1.0]), [6, 4])
     expect("the sizes", answer.apportion(8 * 10**10, [0.1, 0.7]), [10**10, 7 * 10**10])
     expect("the sizes", answer.apportion(10, [2.0**-20, 3 * 2.0**-20]), [3, 7])  # 2.5 and 7.5: the tie goes to rank 0
+    draw = random.Random(0)
+    kinds = (draw.random, lambda: draw.randrange(8) / 4, lambda: draw.choice((0, 1, 2, 0.1, 0.7, 1e-30, 1e300)))
+    for number in range(60):
+        weights = [kinds[number % 3]() for _ in range(draw.randrange(1, 6))] + [0.3]
+        for n in (draw.randrange(1, 20), draw.randrange(10**6)):
+            expect("the sizes", sizes_of(answer, n, weights), shares(n, weights))
+    for weights in ([1e308, 1e308, 1e308], [5e-324, 1e308], [5e-324, 5e-324]):  # the largest and the smallest floats
+        expect("the sizes", sizes_of(answer, 5, weights), shares(5, weights))
 
 
 @test(points=1)
 def exact_beyond_floats(answer):
-    """The sizes are exact also if a float cannot represent the number of samples."""
+    """The sizes are exact also if a float cannot represent the number of samples, or the weights."""
     n = 3 * 10**17 + 45
     expect("the sizes", answer.apportion(n, [1, 2]), [10**17 + 15, 2 * 10**17 + 30])
     expect("the last rank's block", index_list(answer.weighted_partition(n, [n - 2, 2], 1)), [n - 2, n - 1])
+    expect("the rank's block", index_list(answer.weighted_partition(n, [n - 5, 3, 2], 1)), [n - 5, n - 4, n - 3])
+    for n in (1, 2, 3, 10**17 + 7):
+        for weights in ([10**17, 10**17 + 1], [10**17 + 1, 10**17], [10**17, 10**17 + 2, 10**17 + 1]):
+            expect("the sizes", sizes_of(answer, n, weights), shares(n, weights))
+    draw = random.Random(1)
+    for _ in range(40):
+        weights = [draw.randrange(10**18) for _ in range(draw.randrange(1, 6))]
+        n = draw.randrange(10 ** draw.randrange(1, 18))
+        expect("the sizes", sizes_of(answer, n, weights), shares(n, weights))
 
 
 @test(points=1)
 def refuses_impossible_input(answer):
-    """An invalid rank, number of samples or list of weights raises ValueError."""
+    """An invalid rank, number of samples or list of weights raises ValueError, whatever the other arguments are."""
     expect("the rank's block", index_list(answer.weighted_partition(5, [1, 1], 1)), [3, 4])
-    for n, weights, rank in [(5, [1, 1], -1), (5, [1, 1], 2), (-1, [1, 1], 0)]:
-        expect_raises(ValueError, answer.weighted_partition, n, weights, rank)
-    for weights in ([], [0, 0], [2, -1], [1, float("inf")], [1, float("nan")]):
-        expect_raises(ValueError, answer.apportion, 5, weights)
+    for n, weights, rank in itertools.product((5, 1, 0, -1), ([1, 1], [2]), (-1, -2, 0, 1, 2)):
+        if n < 0 or rank not in range(len(weights)):
+            expect_raises(ValueError, answer.weighted_partition, n, weights, rank)
+    for n in (5, 1, 0):
+        for weights in ([], [0], [0, 0], [2, -1], [1, math.inf], [1, -math.inf], [math.inf, -math.inf], [1, math.nan]):
+            expect_raises(ValueError, answer.apportion, n, weights)
+            expect_raises(ValueError, answer.weighted_partition, n, weights, 0)
+    expect_raises(ValueError, answer.apportion, -1, [1, 1])
 
 
 def indices_of(n, weights, rank):

@@ -10,17 +10,22 @@ hint at the cause. The message names the environment variables, because those ar
 Usual wrong answers:
 * raises ValueError or KeyError, without the name of the variable
 * calls the package's function
+* compares RANK with WORLD_SIZE as texts, and refuses rank 2 of 20
 * returns rank 0 of 4, as the script that everyone copies
+* compares the local rank with the local size only if LOCAL_RANK is set
 * treats a missing variable as a run with one process, so four processes train separately
+* takes an empty GROUP_RANK for a missing one
 * refuses machines with different numbers of ranks
 * uses RANK as the local rank
 * computes the node rank as if all machines had equally many ranks
+* computes the node rank from RANK and LOCAL_WORLD_SIZE if GROUP_RANK is missing
 * fails if the launcher sets no local variables
 * takes node rank 0 if GROUP_RANK is not a number
 * accepts rank 2 of 2
 * uses LOCAL_RANK as the rank, so the ranks of different machines collide
 * returns the variables as strings
 * accepts contradictory numbers
+* reads NODE_RANK, which torchrun does not set, if GROUP_RANK is missing
 * returns rank 0 of 1, whatever the environment says
 """
 

@@ -14,6 +14,7 @@ Usual wrong answers:
 * uses the CPU even if there are GPUs
 * calls device_and_backend, but always uses gloo
 * takes batch_size samples on every rank, so the steps are fewer and larger
+* broadcasts the parameters once more after training
 * broadcasts the parameters before every epoch, which hides replicas that drift apart
 * every rank processes the full batch: right values, and no work is distributed
 * returns ones as parameters
@@ -23,6 +24,7 @@ Usual wrong answers:
 * runs an epoch for every batch of an epoch
 * halves the gradients, on four ranks only
 * gathers every gradient twice, the second time for no purpose
+* uses nccl on the ranks for which there is a GPU, and gloo on the others
 * does not destroy the process group
 * broadcasts the initial parameters of the last rank instead of rank 0
 * the lines below `if __name__ == "__main__"` still use a loader that does not exist

@@ -11,6 +11,7 @@ Usual wrong answers:
 * includes the end index, so neighbouring blocks share a sample
 * returns a list instead of an array
 * fails for a rank without samples
+* checks no arguments if there is no sample
 * wrong on the second of three or more ranks only, if the sizes do not divide
 * calls numpy's function
 * drops the remainder of the division

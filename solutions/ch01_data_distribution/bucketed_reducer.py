@@ -26,6 +26,7 @@ Usual wrong answers:
 * allocates the buckets in torch's default dtype
 * takes a bucket for complete when the gradient of its last name has been added
 * wrong on the third rank only
+* fills no bucket up to bucket_bytes itself
 * does not reset its count of missing gradients in clear, so the step after an aborted one launches too early
 * reads the sums without waiting
 * replaces the views by sums of their own, so the buckets stay zero
@@ -38,6 +39,7 @@ Usual wrong answers:
 * fills the buckets in the order of the model: the first one is complete when backward is over
 * launches only the bucket of the parameter that has just been added, not those that waited for it
 * reduces every bucket a second time, for no purpose
+* limits the first bucket to 1 MiB, whatever bucket_bytes is
 * the all-reduce is synchronous
 * gives two parameters of a bucket each other's places on odd ranks
 * a rank leaves out the buckets of which it used nothing, and the other ranks wait for it

@@ -11,12 +11,17 @@ count the first micro-batch several times. Letting autograd accumulate, and read
 only, fails if the last micro-batch does not use a parameter that an earlier one used: its hook does not run.
 
 Usual wrong answers:
+* calls add() when backward is over, when nothing is left to overlap with
 * replaces the sums by other zeros in every step, beside the flat tensor of a subclass
 * sums the parameters over the ranks instead of their gradients
 * hooks the gradient before autograd writes .grad, and leaves it there
+* sends all tensors in float32, which rounds large integers and float64
 * leaves the buffers out of the broadcast
 * the package's own
 * sets all gradients to ones
+* sets .grad to copies of the sums, so the gradients exist twice
+* sums the counts of gradients in 8 bits, where 256 gradients are none
+* sets num_added to 1 instead of counting
 * sums in the dtype of the parameters, and rounds what the masters exist for
 * exchanges who used what before reduce_sums, between the sums of a subclass that has launched some in backward
 * exchanges the use of those parameters only of which this rank has masters, and other ranks have others
@@ -33,6 +38,7 @@ Usual wrong answers:
 * divides by the number of ranks: a mean instead of the sum
 * averages the starting values: equal on all ranks, but not those of rank 0
 * divides by the number of micro-batches, although every loss is already divided
+* multiplies the sums by 0 to clear them, which leaves NaN
 * fails in finish if a parameter has no master on this rank, as with ZeRO
 * gives each parameter a new tensor, which the reducer and the optimizer do not know
 * replaces the sums by new tensors, which are no longer views of the flat tensor of a subclass

@@ -12,6 +12,7 @@ Usual wrong answers:
 * averages the parameters after the step, which is right only for plain SGD
 * every rank processes the full batch, so that no gradient is sent
 * also averages the parameters, for no purpose
+* repairs the hook, and broadcasts the parameters once more after training
 * broadcasts the replica of rank 0 at the end, which hides the drift
 * names the initial parameters as the cause
 * every rank trains on the whole batch
@@ -19,6 +20,7 @@ Usual wrong answers:
 * gives LINE as in the repaired program, not as in the original
 * names the fault and does not fix it
 * removes the faulty line, and does not average the gradients
+* repairs the hook, and returns the loss of the last step of each epoch only
 * names the line of the broadcast from rank 0
 * rank 0 skips the collective, and the other ranks wait for it
 * all ranks apply the gradient of rank 0, and the samples of the others are lost

@@ -9,6 +9,7 @@ Usual wrong answers:
 * returns one fixed answer for every input
 * the order depends on the number of ranks
 * every epoch has the same order
+* shuffles all samples but the first one
 * draws from the global generator, whose state differs by rank
 * rotates the order by a random amount, so neighbours stay adjacent
 * the orders repeat after twenty epochs
@@ -19,6 +20,7 @@ Usual wrong answers:
 * seeds the global generator, which changes the draws of other code
 * shuffles inside each rank's block, so no sample ever changes its rank
 * takes strides of the order instead of blocks
+* seeds with 1000 * seed + epoch, so epoch 1000 of seed 0 has the order of epoch 0 of seed 1
 * accepts a rank outside the world
 * draws with replacement, so samples can repeat
 * zeros of the right length

@@ -9,6 +9,7 @@ Usual wrong answers:
 * calls the package's function under another name
 * returns one fixed answer for every input
 * drops the last sample of the last rank if the sizes do not divide
+* checks no arguments if there is no sample
 * repeats samples from the start until all ranks have equally many
 * the last index may exceed n - 1
 * gives all ranks equally many samples and drops the rest

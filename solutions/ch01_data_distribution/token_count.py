@@ -24,7 +24,9 @@ Usual wrong answers:
 * divides the count by the number of ranks, so gradients are too large
 * divides by this rank's tokens times the number of ranks: the mean of the ranks' means
 * counts micro-batches instead of tokens
+* returns a tensor without dimensions instead of a float
 * multiplies the sum of all ranks by this rank's weight
+* rounds the weight to float32
 * leaves the weight out of the count: the learning rate changes with the weights
 * rounds this rank's count to an integer
 * returns 0

@@ -14,10 +14,13 @@ Usual wrong answers:
 * computes the starts in int32, which overflows at 2**31
 * truncates the weights to integers
 * rounds the weights to fractions with small denominators
+* checks no weights if there is no sample
+* compares the fractional parts as floats, which takes close ones for ties
 * rounds the shares down and drops the leftover samples
 * gives the leftover samples to the first ranks
 * gives all leftover samples to the largest weight
 * rounds every share separately, so their sum may differ from n
+* returns an array instead of a list
 * rounds the weights to fractions with a denominator of at most 100
 * ties go to the higher rank
 * accepts a rank outside the world

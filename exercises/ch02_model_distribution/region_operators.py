@@ -16,9 +16,10 @@ Example: 2 ranks, b = h = 1. In a Region, x = 3 on both, and rank r computes (r 
     with [[[1], [2]]] and rank 1 with [[[10], [20]]]: rank 0 gets [[[11]]], rank 1 gets [[[22]]].
 
 Checked: values and gradients of both regions on 1 to 4 ranks against one process in float64, also in groups of some of
-the ranks; sum_over_ranks with "sum" and "max"; that arguments and arriving gradients do not change, in any layout; the
-collectives of each operator: at most one in forward and one in backward, of the bytes of an all-reduce, all-gather or
-reduce-scatter, and none where none is needed; and other batches, layouts and numbers of tokens on 1 to 7 ranks.
+the ranks; sum_over_ranks with each `op`; RegionOperator with other functions; that arguments and arriving gradients do
+not change, in any layout; the collectives of each operator: at most one in forward and one in backward, of the bytes of
+an all-reduce, all-gather or reduce-scatter, and none where none is needed; and other batches, layouts and numbers of
+tokens on 1 to 7 ranks.
 
 You may call:
     all_reduce(tensor, group, op)   overwrites a contiguous tensor with the reduction over the ranks, such as "sum"

@@ -13,10 +13,10 @@ Example: 2 ranks with one token each, d = 1, all queries and keys 0, values 1 on
     With positions [[0], [1]] rank 0 returns out 1 and lse log 1 = 0, rank 1 returns out 3 and lse log 2 = 0.6931.
     With positions [[1], [0]] rank 0 returns out 3 and lse 0.6931, rank 1 returns out 5 and lse 0.
 
-Checked: output and log-sum-exp on 1 to 4 ranks against one process in float64, for three layouts and 1 to 6 tokens per
-rank; merge_block for blocks of any size in any order; scores in the thousands; what each rank sends, which is its block
-n - 1 times to one neighbour, in one message or several; what send_to_next sends and returns; memory, which must not
-grow with the number of ranks; and float32, other strides and groups on 1 to 7 ranks.
+Checked: output and log-sum-exp on 1 to 4 ranks against one process in float64, for four layouts and 1 to 6 tokens per
+rank; causal_scores for any positions; merge_block for blocks of any size in any order; scores in the thousands; what
+each rank sends, which is its block n - 1 times to one neighbour, in one message or several; what send_to_next sends and
+returns; memory, which must not grow with the number of ranks; and float32, other strides and groups on 1 to 7 ranks.
 
 You may call:
     batch_send_recv([P2POp("send", tensor, to), P2POp("recv", tensor, source)], group)   both at once; returns when done

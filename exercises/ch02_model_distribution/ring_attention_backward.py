@@ -12,7 +12,7 @@ Example: 2 ranks with one token each, d = 1, positions [[0], [1]], all queries a
     log 3 on rank 1, values 1 and 5. The weights are [1] on rank 0 and [1/4, 3/4] on rank 1, so out is 1 and 4, lse 0
     and log 4. Rank 0 returns 0, -0.75 and 1.25; rank 1 returns 0.75 log 3 = 0.8240, 0.75 and 0.75.
 
-Checked: the gradients on 1 to 4 ranks against autograd on one process in float64, for three layouts and 1 to 5 tokens
+Checked: the gradients on 1 to 4 ranks against autograd on one process in float64, for four layouts and 1 to 5 tokens
 per rank; scores in the thousands; what each rank sends: at most n times its keys, values and their gradients, to its
 neighbours only; memory, which must not grow with the number of ranks; and float32, other strides and groups on 1 to 7
 ranks.

@@ -18,7 +18,7 @@ Example: 2 ranks, one layer, V = 10, h = 4, untied. Afterwards lm_head.weight is
 
 Checked: loss and gradients of a model of two layers on 1 to 4 ranks against one process in float64, with and without
 sequence parallelism, tied and untied, with one key head per rank, several and fewer; names and shapes of all
-parameters; the logits of each rank; three steps of SGD; the parts of two pipeline stages; the tokens that a norm sees;
+parameters; the logits of each rank; three steps of SGD; the parts of three pipeline stages; the tokens that norms see;
 and the collectives of activations in forward and backward: four all-reduces per layer, one each for embedding and head,
 and with sequence parallelism an all-gather and a reduce-scatter in place of each, which send as many bytes.
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from exercises.testing import Wrong, expect, expect_faulty_line, expect_invariant, show, test
 
-BATCH, EPOCHS, PARTS, OTHER_PARTS = 12, 1, 4, 3
+BATCH, EPOCHS, PARTS = 12, 1, 4
+OTHER_BATCH, OTHER_PARTS = 6, 3
 STEPS = EPOCHS * 2
 TOLERANCE = 1e-9  # float64 sums in another order, through two steps of AdamW
 KEYS = ("cut", "order", "sum", "mean", "norm")
@@ -22,7 +23,7 @@ class Run(NamedTuple):
     records: list
 
 
-RUNS: dict[int, Run] = {}  # by the number of micro-batches: several tests use one run
+RUNS: dict[tuple[int, int], Run] = {}  # by batch size and number of micro-batches: several tests use one run
 
 
 def layers_of():
@@ -38,27 +39,27 @@ def data():
     return inputs, inputs.flip(1).sin()
 
 
-def trained(answer, run, parts=PARTS):
-    """Run main on this rank with `parts` micro-batches, or return the stored run."""
-    if parts not in RUNS:
-        result = run(answer.main, *data(), layers_of(), epochs=EPOCHS, batch_size=BATCH, micro_batches=parts)
+def trained(answer, run, batch=BATCH, parts=PARTS):
+    """Run main on this rank with `parts` micro-batches in a batch, or return the stored run."""
+    if (batch, parts) not in RUNS:
+        result = run(answer.main, *data(), layers_of(), epochs=EPOCHS, batch_size=batch, micro_batches=parts)
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
             raise Wrong("type", "main must return the stage, the losses and the norms", "(stage, losses, norms)",
                         show(result))  # fmt: skip
         stage, losses, norms = result
-        RUNS[parts] = Run([parameter.tolist() for parameter in stage.parameters()], losses, norms, run.records)
-    return RUNS[parts]
+        RUNS[batch, parts] = Run([parameter.tolist() for parameter in stage.parameters()], losses, norms, run.records)
+    return RUNS[batch, parts]
 
 
-def one_process():
+def one_process(batch=BATCH):
     """(parameters, losses, gradient norms) of a single process without micro-batches."""
     model, (inputs, targets) = nn.Sequential(*layers_of()), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, norms = [], []
     for _ in range(EPOCHS):
-        for first in range(0, len(inputs), BATCH):
+        for first in range(0, len(inputs), batch):
             optimizer.zero_grad()
-            error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
+            error = model(inputs[first : first + batch]) - targets[first : first + batch]
             loss = (error**2).mean()
             loss.backward()
             losses.append(loss.item())
@@ -70,11 +71,10 @@ def one_process():
 @test(points=4, ranks=(1, 3))
 def gradient_norm_is_that_of_one_process(answer, run):
     """In every step the gradient norm equals that of a single process on the full batch."""
-    for parts in (PARTS, OTHER_PARTS):
-        case = f"main(..., micro_batches={parts})"
-        expect(
-            "the gradient norms", trained(answer, run, parts).norms, one_process()[2], tolerance=TOLERANCE, case=case
-        )
+    for batch, parts in ((BATCH, PARTS), (OTHER_BATCH, OTHER_PARTS)):
+        got, (_, _, norms) = trained(answer, run, batch, parts).norms, one_process(batch)
+        case = f"main(..., batch_size={batch}, micro_batches={parts})"
+        expect("the gradient norms", got, norms, tolerance=TOLERANCE, case=case)
 
 
 @test(points=4, ranks=(3,))
@@ -88,11 +88,13 @@ def equals_one_process(answer, world, run):
 
 @test(points=2, ranks=(3,))
 def losses_are_those_of_one_process(answer, world, run):
-    """The last rank has the losses of a single process."""
-    if world.rank == world.size - 1:
-        expect("the losses", trained(answer, run).losses, one_process()[1], tolerance=TOLERANCE, case="main(...)")
-    else:
-        trained(answer, run)
+    """The last rank has the losses of a single process, the others have 0 for every step."""
+    for batch, parts in ((BATCH, PARTS), (OTHER_BATCH, OTHER_PARTS)):
+        got, (_, losses, _) = trained(answer, run, batch, parts).losses, one_process(batch)
+        if world.rank < world.size - 1:
+            losses = [0.0] * len(losses)
+        case = f"main(..., batch_size={batch}, micro_batches={parts})"
+        expect("the losses", got, losses, tolerance=TOLERANCE, case=case)
 
 
 @test(points=3, ranks=(3,))

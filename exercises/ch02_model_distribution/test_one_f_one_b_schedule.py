@@ -3,7 +3,7 @@
 from exercises.pipeline import expect_each_operation_once, expect_schedule, operation_names, simulate_schedule
 from exercises.testing import Wrong, expect, test
 
-STAGES, NUMBERS = (1, 2, 3, 4, 7), (1, 2, 3, 4, 7, 12)
+STAGES, NUMBERS = range(1, 8), range(13)
 
 
 def schedules(answer):
@@ -17,7 +17,6 @@ def schedules(answer):
 @test(points=4)
 def each_action_once(answer):
     """Every stage runs each micro-batch forward once and backward once; without micro-batches it runs nothing."""
-    expect("the schedule of 3 stages without micro-batches", answer.one_f_one_b(3, 0), [[], [], []])
     for _, number, schedule in schedules(answer):
         expect_each_operation_once(schedule, range(number))
         for stage, actions in enumerate(schedule):
@@ -45,4 +44,4 @@ def as_fast_as_gpipe(answer):
         for f, b in ((1.0, 1.0), (1.0, 2.0), (3.0, 1.0)):
             case = f"{stages} stages, {number} micro-batches, a forward takes {f:g}, a backward {b:g}"
             end = simulate_schedule(schedule, f, b).end
-            expect("the end of the step", end, (number + stages - 1) * (f + b), case=case)
+            expect("the end of the step", end, (number + stages - 1) * (f + b) if number else 0, case=case)

@@ -56,6 +56,16 @@ def count_in_flight(actions):
     return [number for kind, number in zip(kinds, numbers, strict=True) if kind == end], max(numbers)
 
 
+def in_flight_at_the_end_of(actions):
+    """The micro-batches in flight after each backward."""
+    result, numbers = [], set()
+    for kind, i in actions:
+        if i in SAMPLES:
+            (numbers.add if kind == "F" else numbers.remove)(i)
+            result += [sorted(numbers)] * (kind == "B")
+    return result
+
+
 def expect_gradients(got, stage, world, samples, times=1, case=CASE):
     wanted = gradients_of_one_process(world.size, samples)[world.rank]
     for name, gradient, expected in zip(stage.parameters, got, wanted, strict=True):
@@ -86,7 +96,15 @@ def runs_the_actions_in_order(answer, world, network):
     ):
         stage = Stage(world.rank, world.size, SAMPLES)
         executor = make_executor(answer, both_groups(network), stage, actions)
-        executor.run(stage.run, stage.empty_hidden, SKIP, lambda s=stage: s.operations.append(("done", 0)))
+        in_flight = []
+
+        def done(stage=stage, executor=executor, in_flight=in_flight):
+            stage.operations.append(("done", 0))
+            in_flight.append(sorted(executor.in_flight))
+
+        executor.run(stage.run, stage.empty_hidden, SKIP, done)
+        wanted = in_flight_at_the_end_of(actions)
+        expect("the keys of `in_flight` at each call of on_backward_done", in_flight, wanted, case=name)
         wanted = [action for action in actions if action[1] in SAMPLES]
         wanted = [each for action in wanted for each in ([action, ("done", 0)] if action[0] == "B" else [action])]
         what = "actions, with done0 for each call of on_backward_done"
@@ -98,9 +116,10 @@ def runs_the_actions_in_order(answer, world, network):
 def one_message_per_micro_batch(answer, world, network):
     """One message per micro-batch and neighbour, in the group of its kind, all complete at the end."""
     groups = both_groups(network)
-    for name, actions in schedules(world).items():
+    split = {f"{name} with a split backward": with_weights(each) for name, each in schedules(world).items()}
+    for name, actions in (schedules(world) | split).items():
         case, before = f"{name}, {CASE}", len(network.records)
-        run_executor(answer, groups, actions, SAMPLES, is_transposed=True)
+        run_executor(answer, groups, actions, SAMPLES, is_transposed=True, is_split=name in split)
         expect_messages(network, before, groups, actions, SAMPLES, case)
         for record in network.records[before:]:
             is_hidden = (record.peer > world.rank) == (record.name == "send")
@@ -112,26 +131,29 @@ def one_message_per_micro_batch(answer, world, network):
 @test(points=3, ranks=(2, 3))
 def finishes_sends_in_time(answer, world, network):
     """When a micro-batch's backward is done, its activation has arrived, and one gradient at most is in flight."""
-    actions, stage = schedules(world)["1F1B"], Stage(world.rank, world.size, SAMPLES)
-    before = len(network.records)
+    own = [("F", 3), ("F", 2), ("F", 0), ("B", 0), ("F", 1), ("F", 4), ("B", 1), ("B", 3), ("B", 4)]
+    for name, actions in (schedules(world) | {"another order": own}).items():
+        stage, before = Stage(world.rank, world.size, SAMPLES), len(network.records)
 
-    def check_sends():
-        kinds = [kind for kind, _ in stage.operations]
-        for what, to, allowed in (
-            ("hidden states", world.rank + 1, kinds.count("F") - kinds.count("B")),
-            ("gradients", world.rank - 1, 1),
-        ):
-            sends = [each for each in network.records[before:] if each.name == "send" and each.peer == to]
-            left = sum(each.waited is None for each in sends)
-            if left > allowed:
-                case = f"1F1B, stage {world.rank} of {world.size}, after {operation_names(stage.operations)}"
-                what = f"sends of {what} that your code has not waited for"
-                raise Wrong("wrong", what, f"at most {allowed}", str(left), case=case)
+        def check_sends(name=name, stage=stage, before=before):
+            case = f"{name}, stage {world.rank} of {world.size}, after {operation_names(stage.operations)}"
+            sent = [each for each in network.records[before:] if each.name == "send"]
+            # A stage sends its outputs in the order of its forwards.
+            order = [i for kind, i in stage.operations if kind == "F"]
+            sends = zip(order, [each for each in sent if each.peer == world.rank + 1], strict=False)
+            left = [i for i, each in sends if each.waited is None and ("B", i) in stage.operations]
+            what = "finished micro-batches for whose send of hidden states your code has not waited"
+            expect(what, left, [], case=case)
+            left = [each for each in sent if each.peer == world.rank - 1 and each.waited is None]
+            if len(left) > 1:
+                what = "sends of gradients that your code has not waited for"
+                raise Wrong("wrong", what, "at most 1", str(len(left)), case=case)
 
-    executor = make_executor(answer, both_groups(network), stage, actions)
-    executor.run(stage.run, stage.empty_hidden, SKIP, check_sends)
-    check_sends()
-    expect("backwards", sum(kind == "B" for kind, _ in stage.operations), len(SAMPLES), case=CASE)
+        executor = make_executor(answer, both_groups(network), stage, actions)
+        executor.run(stage.run, stage.empty_hidden, SKIP, check_sends)
+        check_sends()
+        wanted = sum(kind == "B" and i in SAMPLES for kind, i in actions)
+        expect("backwards", sum(kind == "B" for kind, _ in stage.operations), wanted, case=f"{name}, {CASE}")
 
 
 @test(points=2, ranks=(1, 2, 3))
@@ -155,11 +177,13 @@ def frees_activations(answer, world, network):
 @test(points=2, ranks=(1, 3))
 def forward_alone(answer, world, network):
     """`run_forward` gives the outputs of one process and keeps nothing; training goes on afterwards."""
-    stage = Stage(world.rank, world.size, SAMPLES)
-    executor = make_executor(answer, both_groups(network), stage, schedules(world)["1F1B"])
+    stage, groups = Stage(world.rank, world.size, SAMPLES), both_groups(network)
+    executor = make_executor(answer, groups, stage, schedules(world)["1F1B"])
+    case, forwards = "two evaluations of 2 micro-batches", [("F", 0), ("F", 1)]
     for _ in range(2):
+        before = len(network.records)
         executor.run_forward(stage.run, stage.empty_hidden, 2)
-    case = "two evaluations of 2 micro-batches"
+        expect_messages(network, before, groups, forwards, SAMPLES, case)
     expect("the actions", operation_names(stage.operations), "F0 F1 F0 F1", case=case)
     outputs = {0: None, 1: None}
     with torch.no_grad():
@@ -171,6 +195,11 @@ def forward_alone(answer, world, network):
     expect("peak_in_flight", executor.peak_in_flight, 0, case=case)
     executor.run(stage.run, stage.empty_hidden, SKIP)
     expect_gradients(stage.gradients, stage, world, SAMPLES, case="1F1B after two evaluations")
+    case, peak = "an evaluation after 1F1B", world.size - world.rank
+    executor.run_forward(stage.run, stage.empty_hidden, 2)
+    expect("peak_in_flight", executor.peak_in_flight, peak, case=case)
+    executor.run(stage.run, stage.empty_hidden, SKIP)
+    expect_gradients(stage.gradients, stage, world, SAMPLES, times=2, case="1F1B twice, with an evaluation in between")
 
 
 @test(points=2, ranks=(1, 3))

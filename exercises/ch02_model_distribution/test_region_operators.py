@@ -1,5 +1,6 @@
 """Tests of region_operators: integer values, so that sums are exact in any order."""
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -58,6 +59,9 @@ def forward_values(answer, world, network):
                 expect("the result of enter", layer.inside, every, case=layer.name)
                 expect("the result of leave", layer.out, layer.outside(every * layer.factors()), case=layer.name)
                 expect("the dtype of the result of leave", str(layer.out.dtype), str(dtype), case=layer.name)
+                region, part = getattr(answer, kind)(group), numbers(group.rank, group.size, dtype)
+                expect("the result of gather", region.gather(layer.x.detach()), every, case=layer.name)
+                expect("the result of reduce", region.reduce(part), layer.outside(layer.factors()), case=layer.name)
 
 
 @test(points=5, ranks=(1, 2, 3, 4))
@@ -73,6 +77,14 @@ def gradients_are_those_of_one_process(answer, world, network):
             expect("the gradient of this rank's factor", layer.factor.grad, expected, case=layer.name)
             expected = layer.outside(arriving * layer.factors())
             expect("the gradient of the input", layer.x.grad, expected, case=layer.name)
+    # Two operators, of which the first one has the last backward: functions of any tensor, which may change its shape.
+    x, case = numbers(20, 1).requires_grad_(), "RegionOperator.apply(x, forward, backward), twice"
+    inside = answer.RegionOperator.apply(x, lambda x: 2 * x[:, 1:], lambda grad: torch.cat((grad, 3 * grad), 1)[:, 1:])
+    out = answer.RegionOperator.apply(inside, lambda x: x.sum(-1), lambda grad: grad[..., None] + torch.arange(5.0))
+    expect("the result", out, 2 * numbers(20, 1)[:, 1:].sum(-1), case=case)
+    out.backward(torch.ones_like(out))
+    wanted = (torch.arange(5.0, dtype=torch.float64) + 1).expand(BATCH, 2, FEATURES)
+    expect("the gradient of x", x.grad, torch.cat((wanted, 3 * wanted), 1)[:, 1:], case=case)
 
 
 @test(points=4, ranks=(2, 3, 4))
@@ -128,21 +140,37 @@ def arguments_are_not_modified(answer, world, network):
         torch.autograd.grad(region.leave(inside), inside, arriving)
         wanted = outside(kind, numbers(3, n), group)
         expect("the gradient that arrives at leave, afterwards", arriving, wanted, case=case)
+        expanded = torch.full((), world.rank + 1.0, dtype=torch.float64).expand(arriving.shape)
+        (grad,) = torch.autograd.grad(region.leave(inside), inside, expanded)
+        ranks = torch.arange(n).repeat_interleave(TOKENS) if kind == "SequenceParallelRegion" else world.rank
+        wanted = (torch.zeros(TOKENS * n) + ranks + 1)[None, :, None].expand(BATCH, TOKENS * n, FEATURES)
+        expect("the gradient of the input of leave, from expanded gradients", grad, wanted, case=case)
 
 
 @test(points=2, ranks=(1, 2, 3, 4))
 def reductions_without_gradient(answer, world, network):
-    """sum_over_ranks returns a new tensor with the sum or the maximum of the ranks' tensors, and has no gradient."""
+    """sum_over_ranks returns a new tensor with the sum, maximum or minimum of the ranks' tensors, without gradient."""
+    reductions = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
     for group in groups_of(world, network):
         ranks = [numbers(rank, group.size) - 9 for rank in range(group.size)]
-        for op, wanted in (("sum", sum(ranks)), ("max", torch.stack(ranks).amax(0))):
-            own, case = ranks[group.rank].clone().requires_grad_(), f'"{op}" on {group.size} ranks'
+        layouts = {
+            "of shape (b, s, h)": lambda x: x,
+            "of float32": lambda x: x.float(),
+            "permuted": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+            "a view of some features": lambda x: x[..., 1:3],
+            "of shape (h,)": lambda x: x[1, 2],
+            "of shape ()": lambda x: x[1, 2, 3],
+        }
+        for (op, reduce), (layout, view) in itertools.product(reductions.items(), layouts.items()):
+            own, case = view(ranks[group.rank].clone()).requires_grad_(), f'"{op}" on {group.size} ranks, x {layout}'
             result = answer.sum_over_ranks(own, group, op)
-            expect("the reduction", result, wanted, case=case)
+            expect("the reduction", result, reduce(torch.stack([view(each) for each in ranks]), 0), case=case)
+            expect("the dtype of the result", str(result.dtype), str(own.dtype), case=case)
             expect("whether it requires a gradient", result.requires_grad, False, case=case)
-            expect("this rank's tensor afterwards", own.detach(), ranks[group.rank], case=case)
+            expect("this rank's tensor afterwards", own.detach(), view(ranks[group.rank]), case=case)
             if result.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
                 raise Wrong("wrong", "the memory of the result", "its own", "that of the argument", case=case)
+        expect("the reduction without `op`", answer.sum_over_ranks(ranks[group.rank], group), sum(ranks))
 
 
 def call_operator(answer, group, tensor, operator):

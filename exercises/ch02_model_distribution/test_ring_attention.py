@@ -5,7 +5,7 @@ import torch
 
 from exercises.conditions import Declaration, Drawn, Growth, check_conditions
 from exercises.observations import PeakMemory
-from exercises.sequence_layouts import LAYOUTS
+from exercises.sequence_layouts import LAYOUTS as SEQUENCE_LAYOUTS
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from exercises.traffic import TransferRecorder
 from minidist.comm import all_gather_object
@@ -13,6 +13,14 @@ from minidist.comm import all_gather_object
 BATCH, HEADS, WIDTH = 2, 3, 4
 LIMIT = 6  # score matrices of one block that may be in memory at the same time
 TOLERANCE = 1e-12  # means of a few dozen values of about 1, in float64 in another order
+
+
+def shuffled(ranks, each):
+    """Rank r has any positions, in any order."""
+    return torch.randperm(ranks * each, generator=torch.Generator().manual_seed(each)).view(ranks, each)
+
+
+LAYOUTS = SEQUENCE_LAYOUTS | {"shuffled": shuffled}
 
 
 def draw(salt, length, scale=1.0, dtype=torch.float64, width=WIDTH):
@@ -44,13 +52,14 @@ class Case:
         self.name = f"{group.size} ranks, {layout} layout, {each} tokens each"
 
     def check(self, answer, tolerance=TOLERANCE):
-        passed = [x.clone() for x in self.mine]
-        out, lse = answer.ring_forward(*passed, self.positions, self.group)
+        passed, positions = [x.clone() for x in self.mine], self.positions.clone()
+        out, lse = answer.ring_forward(*passed, positions, self.group)
         expect("shape and dtype of the output", [list(out.shape), str(out.dtype)],
                [list(self.mine[0].shape), str(self.mine[0].dtype)], case=self.name)  # fmt: skip
         expect("the output", out.double(), self.out, tolerance=tolerance, case=self.name)
         expect("the log-sum-exp", lse.double(), self.lse, tolerance=10 * tolerance, case=self.name)
         expect("query, key and value afterwards", passed, self.mine, case=self.name)
+        expect("positions afterwards", positions, self.positions, case=self.name)
         return out, lse
 
 
@@ -68,7 +77,7 @@ def attention_of_one_process(answer, world, network):
 
 @test(points=2)
 def merges_blocks_in_any_order(answer):
-    """`merge_block` gives the attention over all blocks so far, also if a query sees no key of a block."""
+    """`merge_block` gives the attention over all blocks so far, `causal_scores` the scores of any keys and queries."""
     query, key, value = (draw(salt, 12) for salt in (1, 2, 3))
     scores = query @ key.mT / WIDTH**0.5
     scores[:, :, 4:8, 5:9] = -torch.inf
@@ -84,6 +93,22 @@ def merges_blocks_in_any_order(answer):
             wanted = scores[..., seen].softmax(-1) @ value[:, :, seen]
             expect("the output", out, wanted, tolerance=TOLERANCE, case=case)
             expect("the log-sum-exp", lse, scores[..., seen].logsumexp(-1), tolerance=TOLERANCE, case=case)
+    for number, dtype in ((3, torch.float64), (1, torch.float64), (7, torch.float32)):
+        query, key = draw(4, 5, dtype=dtype), draw(5, number, dtype=dtype)
+        positions = torch.tensor([7, 2, 9, 0, 4]), torch.tensor([4, 8, 1, 7, 0, 3, 9])[:number]
+        passed = [x.clone() for x in (query, key, *positions)]
+        scores, case = (
+            answer.causal_scores(*passed),
+            f"queries at {positions[0].tolist()}, keys at {positions[1].tolist()}",
+        )
+        expect("the arguments of causal_scores afterwards", passed, [query, key, *positions], case=case)
+        wanted = torch.einsum("bhqd,bhkd->bhqk", query.double(), key.double()) / WIDTH**0.5
+        wanted[..., torch.tensor([[k > q for k in passed[3].tolist()] for q in passed[2].tolist()])] = -torch.inf
+        expect("the dtype of the scores", str(scores.dtype), str(dtype), case=case)
+        hidden = wanted == -torch.inf
+        expect("scores that are minus infinity", scores == -torch.inf, hidden, case=case)
+        got, wanted = (x.double().masked_fill(hidden, 0) for x in (scores, wanted))
+        expect("the other scores", got, wanted, tolerance=1e-5 if dtype == torch.float32 else TOLERANCE, case=case)
 
 
 @test(points=4, ranks=(1, 2, 3))
@@ -110,6 +135,9 @@ def sends_to_the_next_rank(answer, world, network):
         ((2, 5, 1), torch.int64),
         ((2, 3), torch.bfloat16),
         ((0,), torch.float32),
+        ((2, 0, 3), torch.float64),
+        ((), torch.float64),
+        ((1, 1), torch.int32),
     ):
         sent = torch.full(shape, world.rank + 1).to(dtype)
         with TransferRecorder(network) as recorder:

@@ -6,7 +6,7 @@ import torch
 
 from exercises.conditions import Declaration, Drawn, Growth, check_conditions
 from exercises.observations import PeakMemory
-from exercises.sequence_layouts import LAYOUTS
+from exercises.sequence_layouts import LAYOUTS as SEQUENCE_LAYOUTS
 from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from exercises.traffic import TransferRecorder
 from minidist.comm import all_gather_object
@@ -16,6 +16,14 @@ SCORES_LIMIT = 9  # score matrices of one block that may be in memory at the sam
 BLOCKS_LIMIT = 26  # tensors of the size of a rank's keys that may be in memory at the same time
 TOLERANCE = 1e-12  # sums of a few dozen products of numbers of about 1, in float64 in another order
 NAMES = ("grad", "query", "key", "value", "out", "lse")
+
+
+def shuffled(ranks, each):
+    """Rank r has any positions, in any order."""
+    return torch.randperm(ranks * each, generator=torch.Generator().manual_seed(each)).view(ranks, each)
+
+
+LAYOUTS = SEQUENCE_LAYOUTS | {"shuffled": shuffled}
 
 
 def draw(salt, length, dtype=torch.float64, width=WIDTH):
@@ -66,8 +74,9 @@ class Case:
             expect(f"whether the gradient of {name} requires a gradient", got.requires_grad, False, case=self.name)
 
     def check(self, answer, tolerance=TOLERANCE):
-        before = [x.clone() for x in self.mine]
+        before, positions = [x.clone() for x in self.mine], self.positions.clone()
         self.compare(self.call(answer), tolerance)
+        expect("positions afterwards", self.positions, positions, case=self.name)
         for name, after, passed in zip(NAMES, self.mine, before, strict=True):
             expect(f"{name} afterwards", after, passed, case=self.name)
 
@@ -75,7 +84,14 @@ class Case:
 @test(points=6, ranks=(1, 2, 3, 4))
 def gradients_of_one_process(answer, world, network):
     """Gradients of this rank's query, key and value are those of one process, for any positions of the tokens."""
-    for layout, each in (("contiguous", 1), ("contiguous", 5), ("zigzag", 2), ("zigzag", 4), ("in turn", 3)):
+    for layout, each in (
+        ("contiguous", 1),
+        ("contiguous", 5),
+        ("zigzag", 2),
+        ("zigzag", 4),
+        ("in turn", 3),
+        ("shuffled", 4),
+    ):
         Case(network.group, layout, each).check(answer)
     if world.size == 4:
         Case(network.divided_group, "zigzag", 4).check(answer)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from exercises.observations import count_flops
 from exercises.pipeline import operation_names
-from exercises.testing import Wrong, expect, test
+from exercises.testing import Wrong, expect, show, test
 
 TOLERANCE = 1e-12  # sums of less than a hundred terms of about 1, in float64 in another order
 
@@ -37,6 +37,7 @@ class MicroBatch:
 
     def __init__(self, parameters, salt, shape=(5, 4), is_loss=False, is_first=False, scale=1.0, has_grad=False):
         self.parameters, self.shape = parameters, shape
+        self.before = {name: None if each.grad is None else each.grad.clone() for name, each in parameters.items()}
         x = draw(salt, *shape)
         self.grad = None if is_loss else scale * draw(salt + 1, *shape[:-1], 3)
         self.hidden = None if is_first else x.clone().requires_grad_()
@@ -53,9 +54,7 @@ class MicroBatch:
 
     def first_half(self, answer):
         answer.backward_of_input(self.out, self.hidden, self.grad)
-        if self.hidden is not None:
-            got = self.hidden.grad
-            expect("the gradient of the input", got, self.wanted_hidden, tolerance=TOLERANCE, case=self.case)
+        self.expect_grads("backward_of_input")
 
     def second_half(self, answer):
         got = answer.backward_of_weights(self.out, self.parameters, self.grad)
@@ -65,8 +64,15 @@ class MicroBatch:
         expect("the names of the gradients", sorted(got), sorted(self.wanted), case=self.case)
         for name, wanted in self.wanted.items():
             expect(f"the gradient of {name}", got[name], wanted, tolerance=TOLERANCE, case=self.case)
-        with_grad = [name for name, each in self.parameters.items() if each.grad is not None]
-        expect("parameters that have a .grad", with_grad, [], case=self.case)
+        self.expect_grads("backward_of_weights")
+
+    def expect_grads(self, half):
+        """Fail unless the input has its `.grad` after a half, and the parameters have those that they had before."""
+        if self.hidden is not None:
+            what = f"the gradient of the input after {half}"
+            expect(what, self.hidden.grad, self.wanted_hidden, tolerance=TOLERANCE, case=self.case)
+        for name, each in self.parameters.items():
+            expect(f"the .grad of {name} after {half}", each.grad, self.before[name], case=self.case)
 
 
 @test(points=4)
@@ -74,18 +80,25 @@ def each_w_follows_the_next_b(answer):
     """Each W comes right after the next B, and the last one at the end; the argument does not change."""
     for text, wanted in (
         ("", ""),
+        ("F0 F1", "F0 F1"),
         ("F0 B0", "F0 B0 W0"),
         ("F0 F1 B0 B1", "F0 F1 B0 B1 W0 W1"),
         ("F0 F1 B0 F2 B1 B2", "F0 F1 B0 F2 B1 W0 B2 W1 W2"),
         ("F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3"),
         ("F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"),
         ("F7 F3 B3 B7 F5 B5", "F7 F3 B3 B7 W3 F5 B5 W7 W5"),
+        ("F2 F1 F0 B1 B2 B0 F11 F10 B10 B11", "F2 F1 F0 B1 B2 W1 B0 W2 F11 F10 B10 W0 B11 W10 W11"),
     ):
         actions = [(word[0], int(word[1:])) for word in text.split()]
         given = list(actions)
         got = answer.split_backward(given)
+        if got is given:
+            raise Wrong("wrong", "what split_backward returns", "a new list", "the list that it was given", case=text)
         if type(got) is not list:
             raise Wrong("type", "split_backward returns a list of actions", "a list", type(got).__name__, case=text)
+        for action in got:
+            if type(action) is not tuple or [type(each) for each in action] != [str, int]:
+                raise Wrong("type", "an action is a pair of a kind and a number", '("W", 0)', show(action), case=text)
         expect("the actions", operation_names(got), wanted, case=text or "no action")
         expect("the actions that were given, afterwards", given, actions, case=text or "no action")
 
@@ -100,6 +113,13 @@ def both_halves_equal_torchs_backward(answer):
             micro_batch.second_half(answer)
     for options in ({"has_grad": True}, {"scale": 0.0}):  # out depends on the parameters also if their gradient is 0
         micro_batch = MicroBatch(make_parameters(), 10, **options)
+        micro_batch.first_half(answer)
+        micro_batch.second_half(answer)
+    for is_loss in (False, True):  # as in a second step without zero_grad
+        parameters = make_parameters()
+        for salt, each in enumerate(parameters.values()):
+            each.grad = draw(50 + salt, *each.shape)
+        micro_batch = MicroBatch(parameters, 10, is_loss=is_loss, has_grad=True)
         micro_batch.first_half(answer)
         micro_batch.second_half(answer)
 
@@ -118,21 +138,19 @@ def several_micro_batches(answer):
 @test(points=3)
 def first_half_computes_the_input_gradient_only(answer):
     """The first half multiplies no matrix for a weight gradient, calls no hook of a parameter and gives it no .grad."""
-    for is_first in (False, True):
+    for is_first, is_loss in ((False, False), (True, False), (False, True), (True, True)):
         parameters, called = make_parameters(), []
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name, called=called: called.append(name))
         with count_flops() as forward:
             run_stage(parameters, draw(9, 5, 4))
-        micro_batch = MicroBatch(parameters, 30, is_first=is_first)
+        micro_batch = MicroBatch(parameters, 30, is_loss=is_loss, is_first=is_first)
         with count_flops() as first:
             micro_batch.first_half(answer)
         most = 0 if is_first else forward.get_total_flops()
         if first.get_total_flops() > most:
             what = f"floating-point operations of the first half (forward: {forward.get_total_flops()})"
             raise Wrong("wrong", what, f"at most {most}", str(first.get_total_flops()), case=micro_batch.case)
-        with_grad = [name for name, each in parameters.items() if each.grad is not None]
-        expect("parameters that have a .grad after the first half", with_grad, [], case=micro_batch.case)
         micro_batch.second_half(answer)
         expect("parameters whose hook was called", called, [], case=micro_batch.case)
 
@@ -140,14 +158,17 @@ def first_half_computes_the_input_gradient_only(answer):
 @test(points=2)
 def second_half_frees_the_graph(answer):
     """After the second half the tensors that forward saved are freed, although the output is still there."""
-    parameters, hidden = make_parameters(), draw(40, 5, 4).requires_grad_()
-    inside = F.linear(hidden, parameters["first"]).exp()  # exp saves its result
-    saved = StorageWeakRef(inside.untyped_storage())
-    out, grad = F.linear(inside, parameters["second"]), draw(41, 5, 3)
-    del inside
-    answer.backward_of_input(out, hidden, grad)
-    expect("whether the graph is there after the first half", saved.expired(), False)
-    gradients = answer.backward_of_weights(out, parameters, grad)
-    expect("the names of the gradients", sorted(gradients), ["first", "second"])
-    gc.collect()
-    expect("whether the graph is freed after the second half", saved.expired(), True)
+    for stage, is_loss, is_first in (("a stage between", 0, 0), ("the last stage", 1, 0), ("the first stage", 0, 1)):
+        parameters, hidden = make_parameters(), draw(40, 5, 4).requires_grad_(not is_first)
+        inside = F.linear(hidden, parameters["first"]).exp()  # exp saves its result
+        saved = StorageWeakRef(inside.untyped_storage())
+        out, grad = F.linear(inside, parameters["second"]), None if is_loss else draw(41, 5, 3)
+        out = out.sum() if is_loss else out
+        del inside
+        answer.backward_of_input(out, None if is_first else hidden, grad)
+        expect("whether the graph is freed after the first half", saved.expired(), False, case=stage)
+        gradients = answer.backward_of_weights(out, parameters, grad)
+        expect("the names of the gradients", sorted(gradients), ["first", "second"], case=stage)
+        if not saved.expired():
+            gc.collect()
+        expect("whether the graph is freed after the second half", saved.expired(), True, case=stage)

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import math
 import operator
+import random
 from fractions import Fraction
 
 from exercises.testing import Wrong, expect, show, test
@@ -103,7 +105,15 @@ def embedding_and_head_count(answer):
 @test(points=3)
 def ties(answer):
     """Ties: the split with the smallest sum of squares, then fewer layers in earlier parts."""
-    for case in [*TIED, *CASES, *ENDS]:
+    generator = random.Random(5)
+    drawn = []
+    for _ in range(60):
+        unit = generator.choice((1, 1, 1e-9, 1e9))  # of time, such as seconds or nanoseconds
+        costs = [unit * generator.choice((0, 1, 1, 2, 3, 0.1, 0.3, 1.0001)) for _ in range(generator.randint(1, 7))]
+        stages = generator.randint(1, min(4, len(costs)))
+        embedding, head = unit * generator.choice((0, 0, 0.1, 2)), unit * generator.choice((0, 0, 0.3, 3))
+        drawn.append((costs, stages, 1, embedding, head))
+    for case in [*TIED, *CASES, *ENDS, *drawn]:
         costs, _, _, embedding, head = case
         expect("the layers of the parts", cut(answer, *case), best(*case), case=describe_case(costs, embedding, head))
 
@@ -127,8 +137,15 @@ def combined_values_of_parts(answer):
             lambda cost: min(cost, 4),
             operator.add,
         ),  # empty parts would be best
+        ("lambda cost: -cost, max", lambda cost: -cost, max),  # no value is less than the 0 at the start
+        (
+            "lambda cost: cost if cost < 6 else math.inf, operator.add",
+            lambda cost: cost if cost < 6 else math.inf,
+            operator.add,
+        ),
+        ("lambda cost: cost**2, lambda a, b: min(a + b, 9)", lambda cost: cost**2, lambda a, b: min(a + b, 9)),
     )
-    for costs, parts in (([4, 2], 1), ([2, 7, 1, 1], 2), ([1, 5, 1], 3), ([3, 1, 2, 5, 1], 3)):
+    for costs, parts in (([4, 2], 1), ([2, 7, 1, 1], 2), ([1, 5, 1], 3), ([0, 2, 0, 3], 3), ([3, 1, 2, 5, 1], 3)):
         ends = [0, *itertools.accumulate(costs)]
         partitions = [(*inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
         for text, value, join in functions:

@@ -75,17 +75,19 @@ def attention_of_one_process(x, weights):
 class Case:
     """A sharded layer and the full one, with an input and the gradient of the output that are equal on all ranks."""
 
-    def __init__(self, answer, network, group, kind, shape, sequence=False):
+    def __init__(self, answer, network, group, kind, shape, sequence=False, is_frozen=False):
         self.region, self.tokens = (SequenceParallelRegion if sequence else Region)(group), slice(None)
         self.length = 2 * group.size if sequence else 5
         if sequence:
             self.tokens = slice(2 * group.rank, 2 * group.rank + 2)
         full = FullMLP(shape) if kind == "mlp" else FullAttention(*shape)
         self.weights, self.x = leaves(full), draw(1, BATCH, self.length, HIDDEN).requires_grad_()
+        self.full = dict(full.named_parameters())
         self.arriving = draw(9, BATCH, self.length, HIDDEN)
         reference = mlp_of_one_process if kind == "mlp" else attention_of_one_process
         self.expected = reference(self.x, self.weights)
         self.expected.backward(self.arriving)
+        full.requires_grad_(not is_frozen)
         if kind == "mlp":
             self.layer = answer.TensorParallelMLP(full, self.region)
         else:
@@ -117,6 +119,7 @@ class Case:
             wanted = self.shard_of(name, full.detach(), group.size, group.rank)
             expect(f"this rank's shard of {name}", before[name], wanted, case=self.case)
             parameter = dict(self.layer.named_parameters())[name]
+            expect_own_memory(name, parameter, self.full[name], full, self.case)
             expect(f"{name} after forward and backward", parameter.detach(), wanted, case=self.case)
         self.check_gradients(group, 1)
         self.forward().backward(self.arriving[:, self.tokens])
@@ -133,6 +136,13 @@ class Case:
             expect(what, parameter.grad, expected, tolerance=10 * TOLERANCE, case=case)
         expected = times * self.x.grad[:, self.tokens]
         expect("the gradient of the input", self.own_x.grad, expected, tolerance=10 * TOLERANCE, case=case)
+
+
+def expect_own_memory(name, shard, original, full, case):
+    """Fail unless a shard is no view of the original full matrix, which still has the elements of `full`."""
+    if shard.untyped_storage().data_ptr() == original.untyped_storage().data_ptr():
+        raise Wrong("wrong", f"the memory of the shard of {name}", "its own", "that of the full matrix", case=case)
+    expect(f"the full {name} afterwards", original.detach(), full.detach(), case=case)
 
 
 def heads_group(network, group, kv_heads):
@@ -201,6 +211,22 @@ def shards_own_their_memory(answer, world, network):
     expect(what, list(full.shape), [3 * world.size, HIDDEN])
     expect("whether the shard of a frozen weight requires a gradient", module.weight.requires_grad, False)
     answer.sum_replica_gradients(network.group, module.weight)
+    for num_shards in (each for each in (1, 2, 4) if world.size % each == 0):
+        for dim, dtype in ((0, torch.float64), (1, torch.float32)):
+            module = linear(1, 8, 12, dtype)
+            full, copy = module.weight, module.weight.detach().clone()
+            answer.shard_weight(module, dim, network.group, num_shards)
+            case = f"shard_weight(module, {dim}, group, {num_shards}), weight (8, 12) of {dtype}, {world.size} ranks"
+            size = copy.shape[dim] // num_shards
+            wanted = copy.narrow(dim, world.rank // (world.size // num_shards) * size, size)
+            expect("the shard", module.weight.detach(), wanted, case=case)
+            found = [str(module.weight.dtype), module.weight.is_contiguous(), module.weight.requires_grad]
+            expect("dtype, contiguous, requires_grad", found, [str(dtype), True, True], case=case)
+            expect_own_memory("weight", module.weight, full, copy, case)
+    for kind, shape in (("mlp", 3 * world.size), ("attention", HEADS[world.size][0])):
+        case = Case(answer, network, network.group, kind, shape, is_frozen=True)
+        found = sorted({p.requires_grad for p in case.layer.parameters()})
+        expect("whether shards of frozen weights require a gradient", found, [False], case=case.case)
 
 
 @test(points=2, ranks=(2, 3))
@@ -216,7 +242,8 @@ def gradients_of_replicas_are_summed(answer, world, network):
     """After sum_replica_gradients every backward adds the sum of the ranks' gradients to .grad of each parameter."""
     for group in groups_of(world, network):
         replicas, other = [nn.Parameter(draw(salt, 3, 2)) for salt in (1, 2)], nn.Parameter(draw(3, 3, 2))
-        answer.sum_replica_gradients(group, *replicas)
+        frozen = nn.Parameter(draw(4, 3, 2), requires_grad=False)
+        answer.sum_replica_gradients(group, replicas[0], frozen, replicas[1])
         total, case = group.size * (group.size + 1) / 2, f"{group.size} ranks, this is rank {group.rank}"
         for times in (1, 2):
             # Each is used twice in a rank's own loss, whose gradient is (rank + 1) x (2 x its value + 1).

@@ -82,16 +82,18 @@ def shard_of(name, full, group, config):
     return full.narrow(DIMS[kind], start, size)
 
 
-def gradients_are_right(answer, network, group, sequence, config, is_compared):
-    """Compare the gradients of the selected parameters with those of one process."""
+def gradients_are_right(answer, network, group, sequence, config, is_compared, backwards=1):
+    """Compare the gradients of the selected parameters, after some backwards, with those of one process."""
     model, one, case = (
         sharded(answer, network, group, sequence, config),
         model_of(config),
         case_of(group, sequence, config),
     )
     expect("shape of lm_head.weight", list(model.lm_head.weight.shape), [24 // group.size, 24], case=case)
-    model(*batch())[0].backward()
-    one(*batch())[0].backward()
+    case += ", gradients of two backwards" * (backwards > 1)
+    for salt in range(backwards):
+        model(*batch(salt))[0].backward()
+        one(*batch(salt))[0].backward()
     parameters = dict(model.named_parameters())
     for name, full in one.named_parameters():
         if is_compared(name):
@@ -112,8 +114,11 @@ def loss_is_that_of_one_process(answer, world, network):
             loss, count = model(*batch())
             expect("the loss", loss, expected, case=case, tolerance=1e-11)  # of about 80
             expect("the number of labels", count, number, case=case)
-            own = logits.chunk(group.size, -1)[group.rank]
-            expect("this rank's logits", model(batch()[0]), own, case=case, tolerance=TOLERANCE)
+            own, got = logits.chunk(group.size, -1)[group.rank], model(batch()[0])
+            expect("this rank's logits", got, own, case=case, tolerance=TOLERANCE)
+            loss, count = model.loss(got, batch()[1])
+            expect("the result of model.loss for this rank's logits", loss, expected, case=case, tolerance=1e-11)
+            expect("the number of labels of model.loss", count, number, case=case)
 
 
 @test(points=2, ranks=(2, 3, 4))
@@ -152,6 +157,7 @@ def norms_with_sequence_parallelism(answer, world, network):
         kv_heads = kv_heads_of(group.size)[1]  # on 4 ranks: two heads, each on a pair of ranks
         config = replace(CONFIG, num_kv_heads=kv_heads)
         gradients_are_right(answer, network, group, True, config, lambda name: "norm" in name)
+        gradients_are_right(answer, network, group, True, config, lambda name: True, backwards=2)
 
 
 @test(points=2, ranks=(2, 3, 4))
@@ -185,33 +191,36 @@ def replicas_are_equal_after_three_steps(answer, world, network):
 @test(points=2, ranks=(2,))
 def stages_of_a_pipeline(answer, world, network):
     """The part of a model that a pipeline stage holds is sharded; what another stage holds is left alone."""
-    for sequence, tie in ((False, False), (True, False), (True, True)):
-        config = replace(CONFIG, tie_embeddings=tie)
-        case = case_of(network.group, sequence, config) + ", two pipeline stages"
-        first, last = model_of(config), model_of(config)
-        first.model.layers[1] = first.model.norm = first.lm_head = nn.Identity()
-        last.model.layers[0] = nn.Identity()
-        if not tie:  # otherwise it is the head's weight, too
-            last.model.embed_tokens = nn.Identity()
-        for stage in (first, last):
+    for sequence, tie in ((False, False), (True, False), (False, True), (True, True)):
+        config = replace(CONFIG, num_layers=3, tie_embeddings=tie)
+        case = case_of(network.group, sequence, config) + ", three pipeline stages"
+        stages = first, between, last = [model_of(config) for _ in range(3)]
+        for number, stage in enumerate(stages):
+            for layer in {0, 1, 2} - {number}:
+                stage.model.layers[layer] = nn.Identity()
+        for stage in (first, between):
+            stage.model.norm, stage.lm_head = nn.Identity(), nn.Identity()
+        for stage in (between,) if tie else (between, last):  # a tied embedding is the head's weight, too
+            stage.model.embed_tokens = nn.Identity()
+        for stage in stages:
+            left_out = [name for name, module in stage.named_modules() if isinstance(module, nn.Identity)]
             answer.apply_tensor_parallel(stage, network.group, None, sequence)
-        kept = [first.model.layers[1], first.model.norm, first.lm_head, last.model.layers[0]]
-        kept += [] if tie else [last.model.embed_tokens]
-        names = [type(each).__name__ for each in kept]
-        expect("what another stage holds", names, ["Identity"] * len(kept), case=case)
+            names = [type(stage.get_submodule(name)).__name__ for name in left_out]
+            expect("what another stage holds", names, ["Identity"] * len(names), case=case)
         tokens, labels = batch()
         hidden = first(tokens, layers=range(1))
-        loss, _ = last(tokens, labels, layers=range(1, 2), hidden=hidden)
+        hidden = between(tokens, layers=range(1, 2), hidden=hidden)
+        loss, _ = last(tokens, labels, layers=range(2, 3), hidden=hidden)
         one = model_of(config)
         expected, _ = one(tokens, labels)
-        expect("the loss of two stages", loss, expected.detach(), case=case, tolerance=1e-11)
+        expect("the loss of three stages", loss, expected.detach(), case=case, tolerance=1e-11)
         loss.backward()
         expected.backward()
-        found = [dict(stage.named_parameters()) for stage in (first, last)]
-        for name, full in one.named_parameters():  # both stages have a tied embedding, with partial gradients
+        found = [dict(stage.named_parameters()) for stage in stages]
+        for name, full in one.named_parameters():  # two stages have a tied embedding, with partial gradients
             grads = [each[name].grad for each in found if name in each and each[name].grad is not None]
             wanted = shard_of(name, full.grad, network.group, config)
-            what = f"the gradient of {name}" + ", summed over both stages" * ("embed" in name and tie)
+            what = f"the gradient of {name}" + ", summed over the stages" * ("embed" in name and tie)
             expect(what, sum(grads) if grads else None, wanted, case=case, tolerance=TOLERANCE)
 
 
@@ -222,14 +231,18 @@ def equal_bytes_and_fewer_tokens_per_norm(answer, world, network):
     for sequence in (False, True):
         model = sharded(answer, network, network.group, sequence)
         lengths, before = [], len(network.records)
-        model.model.norm.register_forward_hook(lambda _, args, out, lengths=lengths: lengths.append(args[0].shape[1]))
+        norms = [norm for each in model.model.layers for norm in (each.input_layernorm, each.post_attention_layernorm)]
+        for norm in (*norms, model.model.norm):
+            norm.register_forward_hook(lambda _, args, out, lengths=lengths: lengths.append(args[0].shape[1]))
         model(*batch())[0].backward()
         # Without those of the loss and of the gradients of norms, (h,): of activations, which have features.
         records = [one for one in network.records[before:] if len(one.shape) > 1 and one.shape not in LOSS_SHAPES]
         seen[sequence], counts[sequence] = lengths, len(records)
         sent[sequence] = sum(record.wire_bytes for record in records)
     case = f"{world.size} ranks"
-    expect("tokens in the last norm, with sequence parallelism", seen[True], [LENGTH // world.size], case=case)
+    expect("tokens in each norm", seen[False], [LENGTH] * (2 * layers + 1), case=case)
+    wanted = [LENGTH // world.size] * (2 * layers + 1)
+    expect("tokens in each norm, with sequence parallelism", seen[True], wanted, case=case)
     # Of the embedding, the input of the head, and each attention and feed-forward layer, which have two.
     expect("collectives of activations", counts[False], 2 + 4 * layers, case=case)
     expect("collectives of activations, with sequence parallelism", counts[True], 2 * counts[False], case=case)

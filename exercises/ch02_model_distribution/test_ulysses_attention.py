@@ -28,7 +28,8 @@ def attend_causally(query, key, value):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
     scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), value)
+    out = torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), value)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)  # the memory layout of many kernels
 
 
 def of_one_process(query, key, value, grad):
@@ -93,14 +94,19 @@ def exchanges_of_heads_and_tokens(answer, world, network):
     cases = [(shape, *dims) for shape in shapes for dims in ((1, 2), (2, 1))]
     for shape, split, join in (*cases, ((n, 3, 2, 2 * n), 0, 3), ((3 * n, 2, n, 2), 2, 0)):
         full, grad = (draw_shape(salt, *shape) for salt in (5, 6))
-        x = full.chunk(n, join)[rank].contiguous().requires_grad_()
-        case = f"split={split}, join={join}, x of shape {tuple(x.shape)}, {n} ranks"
-        result = answer.SwapShards.apply(x, split, join, network.group)
-        expect("the result of SwapShards", result, full.chunk(n, split)[rank], case=case)
-        expect("whether the result has a gradient function", result.requires_grad, True, case=case)
-        (gradient,) = torch.autograd.grad(result, x, grad.chunk(n, split)[rank])
-        expect("the gradient of SwapShards' argument", gradient, grad.chunk(n, join)[rank], case=case)
-        expect("the argument afterwards", x, full.chunk(n, join)[rank], case=case)
+        for layout in ("contiguous", "a view"):
+            x, arriving = full.chunk(n, join)[rank].detach(), grad.chunk(n, split)[rank]
+            if layout == "contiguous":
+                x, arriving = x.contiguous(), arriving.contiguous()
+            x.requires_grad_()
+            case = f"split={split}, join={join}, x of shape {tuple(x.shape)}, {layout}, {n} ranks"
+            result = answer.SwapShards.apply(x, split, join, network.group)
+            expect("the result of SwapShards", result, full.chunk(n, split)[rank], case=case)
+            expect("whether the result has a gradient function", result.requires_grad, True, case=case)
+            (gradient,) = torch.autograd.grad(result, x, arriving)
+            expect("the gradient of SwapShards' argument", gradient, grad.chunk(n, join)[rank], case=case)
+            expect("the argument afterwards", x, full.chunk(n, join)[rank], case=case)
+            expect("the arriving gradient afterwards", arriving, grad.chunk(n, split)[rank], case=case)
 
 
 @test(points=3, ranks=(1, 2, 3, 4))

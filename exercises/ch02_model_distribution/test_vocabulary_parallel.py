@@ -8,6 +8,7 @@ from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.simple.tensor_parallel import Region, SequenceParallelRegion
 
 IGNORE_INDEX = -100
+IGNORED, ALL = ((0, 1), (1, 4)), tuple((row, column) for row in range(2) for column in range(5))  # places of labels
 COPIES = 6  # of a rank's logits that may be in memory
 KEPT_COPIES = 3  # of them between forward and backward
 TOLERANCE = 1e-12  # sums of a few dozen terms of about 1, in float64 in another order
@@ -19,7 +20,7 @@ def make_logits(vocabulary, scale=3.0, dtype=torch.float64):
     return (scale * torch.randn(2, 5, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def make_labels(vocabulary, ignored=((0, 1), (1, 4))):
+def make_labels(vocabulary, ignored=IGNORED):
     """Return labels (2, 5) in the shards of all ranks, some of them ignored."""
     labels = (torch.arange(10).view(2, 5) * 3) % vocabulary
     for place in ignored:
@@ -71,7 +72,7 @@ class EmbeddingCase:
         self.tokens = (torch.arange(2 * length).view(2, length) * 2 + vocabulary - 1) % vocabulary
         self.own = slice(2 * group.rank, 2 * group.rank + 2) if sequence else slice(None)
         self.rows = slice(each * group.rank, each * (group.rank + 1))
-        self.weight = full.weight.detach().clone().requires_grad_()
+        self.full, self.weight = full.weight, full.weight.detach().clone().requires_grad_()
         self.every = self.weight[self.tokens]
         self.arriving = torch.arange(10.0 * length, dtype=torch.float64).view(2, length, 5) % 7
         self.every.backward(self.arriving)
@@ -90,6 +91,9 @@ class EmbeddingCase:
         named = dict(self.layer.named_parameters())
         expect("names of the parameters", sorted(named), ["weight"], case=self.name)
         expect("this rank's rows", named["weight"].detach(), self.weight.detach()[self.rows], case=self.name)
+        expect("the full embedding afterwards", self.full.detach(), self.weight.detach(), case=self.name)
+        if named["weight"].untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr():
+            raise Wrong("wrong", "the memory of this rank's rows", "its own", "that of the full embedding", self.name)
         if named["weight"].grad is None:
             raise Wrong("wrong", "the gradient of this rank's rows", "a tensor", "None", case=self.name)
         expect("the gradient of this rank's rows", named["weight"].grad, self.weight.grad[self.rows], case=self.name)
@@ -130,21 +134,27 @@ def loss_is_that_of_one_process(answer, world, network):
             total, count = case.run(answer)
             expect("the loss of 8 labels", total, case.loss, tolerance=TOLERANCE * 10, case=case.name)
             expect("the number of counted labels", count, 8, case=case.name)
-        case = Case(group)
-        total, _ = answer.vocab_parallel_loss(case.mine.detach().bfloat16(), case.labels, group)
-        rounded, _ = of_one_process(case.logits.bfloat16(), case.labels)
-        name = f"bfloat16 logits, {case.name}"
-        expect("the dtype of the loss", str(total.dtype), "torch.float32", case=name)
-        expect("the loss", total.double(), rounded, tolerance=1e-4, case=name)  # of about 30, in float32
-        case = Case(group, ignored=[(row, column) for row in range(2) for column in range(5)])
+        for dtype in (torch.bfloat16, torch.float16):
+            case = Case(group)
+            total, _ = answer.vocab_parallel_loss(case.mine.detach().to(dtype), case.labels, group)
+            rounded, _ = of_one_process(case.logits.to(dtype), case.labels)
+            name = f"{dtype} logits, {case.name}"
+            expect("the dtype of the loss", str(total.dtype), "torch.float32", case=name)
+            expect("the loss", total.double(), rounded, tolerance=1e-4, case=name)  # of about 30, in float32
+        case = Case(group, ignored=ALL)
         expect("loss and number if all labels are ignored", [x.item() for x in case.run(answer)], [0.0, 0])
+        case = Case(group, ignored=())
+        total, count = case.run(answer)
+        expect("the loss of 10 labels", total, case.loss, tolerance=TOLERANCE * 10, case=case.name)
+        expect("the number of counted labels", count, 10, case=case.name)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def gradients_are_those_of_one_process(answer, world, network):
     """This rank's logits get the gradients of one process, and are not modified."""
-    for factor in (1.0, -0.5):
-        case = Case(network.group)
+    for factor, ignored in ((1.0, IGNORED), (-0.5, IGNORED), (1.0, ()), (1.0, ALL)):
+        case = Case(network.group, ignored=ignored)
+        case.name += f", {len(ignored)} of 10 labels ignored"
         kept, labels = case.mine.detach().clone(), case.labels.clone()
         total, _ = case.run(answer)
         if not total.requires_grad:

@@ -1,5 +1,7 @@
 """Tests of zigzag_positions: layouts written by hand, and the scores of a causal mask counted."""
 
+import itertools
+
 import torch
 
 from exercises.sequence_layouts import contiguous, zigzag
@@ -22,7 +24,7 @@ def positions_of_all_ranks(answer):
     for is_zigzag, layout, sizes in (
         (False, contiguous, [*cases(), *odd]),
         (True, zigzag, cases()),
-        (True, contiguous, [(1, 1), (1, 5)]),  # one rank: not cut
+        (True, contiguous, [(1, 1), (1, 2), (1, 5)]),  # one rank: not cut
     ):
         for ranks, each in sizes:
             got, wanted = answer.positions_by_rank(ranks * each, ranks, is_zigzag), layout(ranks, each)
@@ -36,12 +38,17 @@ def positions_of_all_ranks(answer):
 @test(points=2)
 def positions_of_one_rank(answer):
     """`rank_positions` returns the row of a rank."""
-    for ranks, each in cases():
-        for is_zigzag, layout in ((False, contiguous), (True, zigzag)):
+    for ranks, each in [*cases(), (1, 5), (3, 5)]:
+        for is_zigzag, layout in ((False, contiguous), (True, contiguous if ranks == 1 else zigzag)):
+            if layout is zigzag and each % 2:
+                continue
             for rank in range(ranks):
                 got = answer.rank_positions(ranks * each, ranks, rank, is_zigzag)
                 case = f"rank {rank}, {ranks * each} tokens on {ranks} ranks, zigzag={is_zigzag}"
+                if not isinstance(got, torch.Tensor):
+                    raise Wrong("type", "rank_positions returns a tensor", "a tensor", type(got).__name__, case)
                 expect("the positions", got, layout(ranks, each)[rank], case=case)
+                expect("dtype", str(got.dtype), "torch.int64", case=case)
 
 
 @test(points=3)
@@ -60,7 +67,9 @@ def equal_work(answer):
 @test(points=3)
 def lengths_that_cannot_be_cut(answer):
     """A ValueError that names the length, if the parts or chunks cannot be equally long."""
-    for seq_len, ranks, is_zigzag in ((5, 2, False), (7, 3, False), (6, 2, True), (3, 3, True), (1, 2, False)):
+    for seq_len, ranks, is_zigzag in itertools.product(range(1, 31), RANKS, (False, True)):
+        if seq_len % (2 * ranks if is_zigzag and ranks > 1 else ranks) == 0:
+            continue
         expect_raises(ValueError, answer.positions_by_rank, seq_len, ranks, is_zigzag)
         try:
             answer.positions_by_rank(seq_len, ranks, is_zigzag)

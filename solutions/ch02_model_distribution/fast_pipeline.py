@@ -21,6 +21,7 @@ Usual wrong answers:
 * names everything right and does not repair the program
 * scales the gradients of the last stage only
 * names the line that sums the norm, which is right
+* weights each micro-batch by its fraction of 12 samples, whatever the batch size is
 * divides the learning rate, which is not equivalent with AdamW
 * steps after every micro-batch
 * takes the large norm for a norm that is computed wrongly

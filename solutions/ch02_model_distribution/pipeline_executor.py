@@ -22,6 +22,7 @@ Usual wrong answers:
 * calls on_backward_done after forwards, too
 * forgets a micro-batch after B, although W is still to come
 * counts micro-batches as in flight in an evaluation, too
+* keeps the handles of sends in training only, so that an evaluation ends before its messages are complete
 * sends hidden states as float32, whatever their dtype
 * names its neighbours by their ranks among all processes, and not in the group
 * keeps the handles of all gradients until the end of the step
@@ -39,6 +40,8 @@ Usual wrong answers:
 * passes the gradient of its output on to the previous stage instead of that of its input
 * ignores `skip`
 * computes everything in B, also if the backward is split
+* waits for the oldest send of hidden states in each backward, which is that of the same micro-batch in GPipe and 1F1B
+  only
 * runs nothing
 """
 

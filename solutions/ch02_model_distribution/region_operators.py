@@ -26,6 +26,7 @@ Usual wrong answers:
 * all-reduces in the memory of its argument where that is contiguous
 * averages over the ranks instead of summing
 * sums without autograd, so that no gradient reaches the partial results
+* takes every reduction but the sum for the maximum
 * hands the collective a tensor that is not contiguous
 * the last rank halves its gradient
 * deals out the tokens: rank r gets every n-th one

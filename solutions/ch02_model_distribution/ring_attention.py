@@ -40,6 +40,7 @@ Usual wrong answers:
 * sends keys and values as float32, whatever their dtype
 * sends tensors without elements as well
 * sends to the previous rank, and receives from the next one
+* skips a block whose first key comes after the rank's last query, as if the rows were in ascending order
 * sends every block once more, back to its owner
 * returns zeros
 """

@@ -33,6 +33,7 @@ Usual wrong answers:
 * starts a block's sums at the next rank and leaves out the owner's own term
 * sends the queries and their gradients with the blocks, although they stay
 * sends float32, whatever the dtype is
+* skips a block whose first key comes after the rank's last query, as if the rows were in ascending order
 * computes the weights by a softmax over the block's keys: right on one rank
 * subtracts the sum of P dP over the block's keys in place of the sum over all keys: right on one rank
 * replaces a block's sums by its own term in place of adding it

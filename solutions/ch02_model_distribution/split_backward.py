@@ -24,6 +24,8 @@ Usual wrong answers:
 * does not keep the graph, which the second half needs
 * keeps the graph in the second half too: activations are freed only with the output
 * forgets the W that waits at the end
+* writes its actions as lists, where an action is a pair
+* returns the list that it was given if there is no backward in it
 * returns None for parameters that the output does not depend on
 * does not allow parameters that the output does not depend on
 * runs each W right after its own B, as one backward would: the previous stage's next gradient waits for it

@@ -22,6 +22,7 @@ Usual wrong answers:
 * passes the arguments of join in the opposite order
 * breaks ties by more layers in earlier parts
 * minimizes the sum of squares only, not the largest cost
+* rounds the costs to thousandths, so that small costs become 0 and close ones equal
 * squares in floating point, so that rounding decides ties
 * returns parts without layers
 """

@@ -16,9 +16,11 @@ Usual wrong answers:
 * attention does not enter the region: the gradient of its input lacks the heads of the other ranks
 * the package's own
 * returns one number in every feature
+* leaves the loop at the first frozen parameter, and so forgets those after it
 * enters the region once for each projection: right values, but more all-reduces in backward
 * rank r takes every n-th row from r on: the layer's output is right, but the shards are not consecutive
 * leaves the loop after the first parameter
+* copies nothing if the shard is the full matrix, with whose memory it then goes on
 * puts the shard into the full parameter, which a tied module then shards again
 * gives rank r the key head r modulo their number, not the one that its query heads attend to
 * shards keys and values over all ranks, and splits a head if there are fewer heads than ranks

@@ -35,6 +35,7 @@ Usual wrong answers:
 * shards the sequence, whatever was asked for
 * is plain tensor parallelism, whatever was asked for: every norm sees all tokens
 * shards what another pipeline stage holds
+* sums what has accumulated in .grad of the norms: in the second backward the first one's gradients are summed again
 * returns 0 as the loss
 """
 

@@ -17,6 +17,7 @@ keeps the probabilities only.
 Usual wrong answers:
 * the package's own
 * returns one number for every result
+* returns new zeros if all labels are ignored, which have no gradient function
 * also enters the region, so that the gradient of the rows is summed over the ranks
 * its rows are a view, which keeps the whole embedding in memory
 * keeps the whole embedding and adds it once, on rank 0
@@ -28,6 +29,7 @@ Usual wrong answers:
 * uses an all-reduce whose backward is an all-reduce too, so that the gradient is counted once for each rank
 * adds the losses of ignored labels
 * computes the loss of bfloat16 logits in bfloat16
+* knows bfloat16 as the only narrow dtype, and computes the loss of float16 logits in float16
 * adds the logit of a local column for a label that another rank holds
 * subtracts the largest logit in place
 * returns the mean loss instead of the sum

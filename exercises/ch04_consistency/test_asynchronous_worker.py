@@ -50,6 +50,12 @@ def values(number):
     return torch.tensor([1.0 + number, -2.0 * number])
 
 
+def describe(gradient):
+    if not isinstance(gradient, torch.Tensor):
+        return show(gradient)
+    return [str(gradient.dtype), list(gradient.shape), gradient.tolist()]
+
+
 def expected(num_steps):
     requests = []
     for step in range(num_steps):
@@ -63,6 +69,21 @@ def pulls_and_pushes_in_turn(answer):
     for num_steps in (1, 2, 5):
         requests = serve(start(answer, Gradients(), num_steps), map(values, range(num_steps)))
         expect("the requests", requests, expected(num_steps), case=f"asynchronous_worker(compute, {num_steps})")
+    given = [torch.arange(6.0).view(2, 3).double(), torch.tensor([0.5]).bfloat16(), torch.tensor(7), torch.zeros(0)]
+    worker, case = start(answer, lambda parameters, step: given[step].clone(), 4), "parameters of two float32 numbers"
+    for step, gradient in enumerate(given):
+        worker.send(None)
+        pushed = getattr(worker.send(values(step)), "gradient", None)
+        what = f"the gradient that is pushed in step {step}: [dtype, shape, values]"
+        expect(what, describe(pushed), describe(gradient), case=case)
+    workers, pushed = [start(answer, Gradients(), 3) for _ in range(2)], ([], [])
+    for step in range(3):
+        for worker in workers:
+            worker.send(None)
+        for number, worker in enumerate(workers):
+            pushed[number].append(worker.send(values(step + number)).gradient.tolist())
+    every = [[(10 * values(step + number) + step).tolist() for step in range(3)] for number in range(2)]
+    expect("the gradients that each of two workers pushes, which take turns", list(pushed), every)
 
 
 @test(points=1)

@@ -9,7 +9,7 @@ from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import all_gather_object
 
 NUMEL, ROUNDS = 6, 4
-SETTINGS = ((1.0, 0.0), (0.7, 0.9), (0.5, 0.3))
+SETTINGS = ((1.0, 0.0), (0.7, 0.9), (0.5, 0.3), (0.0, 0.5), (1.5, 1.0))
 
 
 def first():
@@ -84,7 +84,7 @@ def rate_1_without_momentum_is_averaging(answer, world, network):
 def defaults_are_those_of_the_paper(answer, world, network):
     """OuterStep(parameters) has lr 0.7 and momentum 0.9."""
     parameters = first()
-    outer = answer.OuterStep(parameters)
+    outer = answer.OuterStep(parameters.clone())
     for number in range(2):
         inner_steps(parameters, world.rank, number)
         outer.step(parameters, weight_of(world.rank), network.group)
@@ -96,7 +96,14 @@ def states_are_equal_on_all_ranks(answer, world, network):
     """After each round `start` equals the parameters, and `start` and `velocity` are equal on all ranks."""
     parameters = first()
     outer = answer.OuterStep(parameters, 0.7, 0.9)
-    expect("velocity before the first round", outer.velocity, [0.0] * NUMEL)
+    for dtype in (torch.float64, torch.bfloat16):
+        matrix = torch.arange(6.0, dtype=dtype).view(2, 3)
+        fresh = answer.OuterStep(matrix)
+        for name, expected in (("start", matrix), ("velocity", torch.zeros(2, 3))):
+            state, case = getattr(fresh, name), f"before the first round, parameters {dtype} of shape (2, 3)"
+            expect(name, state, expected, case=case)
+            expect(f"the dtype of {name}", str(state.dtype), str(dtype), case=case)
+            expect(f"whether {name} shares memory with the parameters", state.data_ptr() == matrix.data_ptr(), False)
     for number in range(2):
         inner_steps(parameters, world.rank, number)
         outer.step(parameters, weight_of(world.rank), network.group)

@@ -110,6 +110,13 @@ def makes_the_updates(answer):
     lines = count_lines(learner_globals(answer)["diverges_with_delay"], args, enough)
     what = f"whether it makes the updates one after the other (lines of Python that it executes: {lines})"
     expect(what, lines >= enough, True, case=f"diverges_with_delay({rate:.2f}, 1, 1.0, {num_updates})")
+    # A parameter that grows by sqrt(2) per update does not overflow in 200 updates, not even in float32.
+    counts = [
+        count_lines(learner_globals(answer)["diverges_with_delay"], (rate, 1, 1.0, 200), 10**6) for rate in (1, 2)
+    ]
+    lines = f"lines of Python that it executes: {counts[1]}; at rate 1.0: {counts[0]}"
+    what = f"whether it makes all updates although the parameter grows ({lines})"
+    expect(what, counts[1] > 0.8 * counts[0], True, case="diverges_with_delay(2.0, 1, 1.0, 200): no overflow")
 
 
 @test(points=1)
@@ -128,3 +135,5 @@ def overflow_is_divergence(answer):
     for delay in (0, 3):
         expect("whether it diverges", diverges(answer, 1e6, delay), True, case=f"delay {delay}, rate 1e6")
         expect("whether it diverges", diverges(answer, 1e-3, delay), False, case=f"delay {delay}, rate 0.001")
+    for delay, rate in ((1, 1e300), (1, 1e-6), (12, 3.0)):
+        expect("whether it diverges", diverges(answer, rate, delay), rate > 1, case=f"delay {delay}, rate {rate:g}")

@@ -15,6 +15,10 @@ def add(parameters, gradient):
     parameters += gradient
 
 
+def subtract_half(parameters, gradient):
+    parameters -= gradient / 2
+
+
 def own_element(worker, workers):
     return torch.eye(workers, dtype=torch.float64)[worker]
 
@@ -68,6 +72,15 @@ def pull_and_push_without_a_bound(answer):
         expect("parameters of the next pull", parameters, [number, 0.0], case=f"worker 0 has pushed {number} times")
     expect("the parameters of the first pull, afterwards", first[0][1], [0.0, 0.0])
     expect("the tensor given to the server, afterwards", given, [3.0, 0.0])
+    for bound in (0, None):
+        given = zeros(1)
+        server = answer.Server(given, subtract_half, 1, bound)
+        for number in range(3):
+            case = f"one worker, bound {bound}, update(parameters, gradient) subtracts half of the gradient"
+            [(_, parameters)] = handle(server, 0, Pull())
+            expect(f"parameters of pull number {number}", parameters, [-0.5 * number], case=case)
+            expect("answers to the push", names(handle(server, 0, Push(own_element(0, 1)))), [(0, None)], case=case)
+        expect("the tensor given to the server, afterwards", given, [-1.5], case=case)
 
 
 @test(points=3)
@@ -113,18 +126,22 @@ def bound_0_waits_for_all(answer):
         expect("due answers after the last request", names(handle(server, worker, request)), expected, case=case[:-1])
 
 
-def random_order(server, seed=5):
-    """Sixty requests of three workers in a random order; yields (number, worker, request, due answers)."""
-    draw, free, wants = random.Random(seed), {0, 1, 2}, [Pull(), Pull(), Pull()]
+def random_order(server, seed=5, workers=3, leaving=0.0):
+    """Sixty requests in a random order; yields (number, worker, request, due answers).
+
+    leaving: the probability that a worker leaves in place of its next request.
+    """
+    draw, free, wants = random.Random(seed), set(range(workers)), [Pull() for _ in range(workers)]
     for number in range(60):
         if not free:
             return
         worker = draw.choice(sorted(free))
         free.remove(worker)
-        request, answers = wants[worker], handle(server, worker, wants[worker])
+        request = None if leaving and draw.random() < leaving else wants[worker]
+        answers = handle(server, worker, request)
         for other, answer in answers:
             free.add(other)
-            wants[other] = Pull() if answer is None else Push(own_element(other, 3))
+            wants[other] = Pull() if answer is None else Push(own_element(other, workers))
         yield number, worker, request, answers
 
 
@@ -156,25 +173,43 @@ def no_pull_sees_too_little_or_too_much(answer):
 @test(points=3)
 def waits_no_longer_than_necessary(answer):
     """A request is answered as soon as the bound allows; without a bound no worker ever waits."""
-    for bound in (0, 1, 2, None):
-        pulls, pushes, waiting = [0] * 3, [0] * 3, {}
-        for number, worker, request, answers in random_order(make_server(answer, 3, bound)):
-            waiting[worker], expected = request, []
-            while due := [each for each in waiting if is_due(each, waiting[each], pulls, pushes, bound)]:
-                is_pull = isinstance(waiting.pop(due[0]), Pull)
-                (pulls if is_pull else pushes)[due[0]] += 1
-                expected.append((due[0], "parameters" if is_pull else None))
-            case = f"bound {bound}, request {number + 1} of a random order: {type(request).__name__} of {worker}"
-            expect("due answers, in the order of arrival", names(answers), expected, case=case)
+    for bound in (0, 1, 2, 3, None):
+        for workers, seed in ((1, 1), (2, 2), (3, 5), (4, 4)):
+            compare_with_the_rule(answer, bound, workers, seed)
 
 
-def is_due(worker, request, pulls, pushes, bound):
+def compare_with_the_rule(answer, bound, workers, seed, leaving=0.0):
+    """Compare all answers to requests in a random order, and the stalenesses, with the rule."""
+    server, present = make_server(answer, workers, bound), set(range(workers))
+    pulls, pushes, seen, waiting, staleness = [0] * workers, [0] * workers, [0] * workers, {}, []
+    for number, worker, request, answers in random_order(server, seed, workers, leaving):
+        expected = []
+        if request is None:
+            present.remove(worker)
+        else:
+            waiting[worker] = request
+        while due := [each for each in waiting if is_due(each, waiting[each], pulls, pushes, bound, present)]:
+            first = due[0]
+            if isinstance(waiting.pop(first), Pull):
+                pulls[first], seen[first] = pulls[first] + 1, sum(pushes)
+                expected.append((first, [float(count) for count in pushes]))
+            else:
+                staleness.append(sum(pushes) - seen[first])
+                pushes[first] += 1
+                expected.append((first, None))
+        what = "leaving" if request is None else type(request).__name__
+        case = f"bound {bound}, {workers} workers, request {number + 1} of a random order: {what} of {worker}"
+        expect("(worker, answer) of each due answer, in order", answers, expected, case=case)
+        expect("server.staleness", server.staleness, staleness, case=case)
+
+
+def is_due(worker, request, pulls, pushes, bound, present):
     """The rule, as counts: nothing that this answer must see is missing, and nobody must still not see this push."""
     if bound is None:
         return True
     if isinstance(request, Pull):
-        return all(count >= pushes[worker] - bound for count in pushes)
-    return all(count > pushes[worker] - bound for count in pulls)
+        return all(pushes[other] >= pushes[worker] - bound for other in present)
+    return all(pulls[other] > pushes[worker] - bound for other in present)
 
 
 @test(points=2)
@@ -209,6 +244,9 @@ def others_go_on_when_a_worker_leaves(answer):
     )
     due = names(handle(server, 2, None))
     expect("due answers when worker 2 leaves", due, [(0, "parameters"), (1, "parameters")])
+    for bound in (0, 1, 2, None):
+        for workers, seed in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 5)):
+            compare_with_the_rule(answer, bound, workers, seed, leaving=0.1)
     for bound in (0, 1, None):
         durations = Durations([1.0, 1.0, 4.0], [0.0] * 3, leave_s={2: 9.0})
         pushed, _, _ = run(answer, bound, durations, steps=8, workers=3)

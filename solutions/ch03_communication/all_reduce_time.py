@@ -10,6 +10,7 @@ they take the time of one.
 Usual wrong answers:
 * folds powers of two as well
 * takes every other name for doubling
+* accepts a name in any spelling, such as 'Ring' or ' ring'
 * the halves of all ranks, although only a power of two of them halves
 * the package's own model
 * the same time for everything
@@ -23,6 +24,7 @@ Usual wrong answers:
 * one round too many in each half
 * only one half of the ring
 * only the reduce: no rank but the root has the sum
+* accepts every name that begins like one of the three
 * counts all messages instead of the slowest chain
 * rounds a chunk down to whole bytes
 * everything is free

@@ -18,6 +18,7 @@ Usual wrong answers:
 * the package's own function
 * the same times for every input
 * a bucket that is ready early is launched before those with a lower index
+* returns no times as soon as one of the lists is empty, before it compares their lengths
 * one bucket for everything, whose reduction overlaps with nothing
 * assumes that a bucket is ready with its first gradient
 * assumes that the last bucket is as large as the others
@@ -29,6 +30,7 @@ Usual wrong answers:
 * chooses the size whose single reduction is shortest
 * its default list is empty for small models
 * chooses the smallest of equally good sizes, which sends more messages for nothing
+* assumes that the time of a reduction is linear in its bytes, and extrapolates from one byte and two
 * a bucket is launched only when the next gradient is ready
 * every reduction takes no time
 """

@@ -25,6 +25,7 @@ Usual wrong answers:
 * full tensors go round, and every rank adds them in an order of its own
 * pads the tensor to a multiple of the number of ranks, and sends the padding as well
 * the library's all-reduce
+* the last chunk has the full remainder, so that the ranks do not send equally much
 * the remainder is not summed
 * sends in half precision, which the small integers of most tests do not show
 * the third rank forgets the last chunk that it receives
@@ -33,6 +34,7 @@ Usual wrong answers:
 * splits the tensor by the number of all ranks, although the group has some of them only
 * rank r completes chunk r + 1 in the first half
 * zeros
+* sets the other chunks to zero by a product, which leaves NaN, and adds what arrives
 """
 
 from torch import Tensor

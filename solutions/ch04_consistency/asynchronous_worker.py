@@ -23,6 +23,7 @@ Usual wrong answers:
 * pulls in every step, and goes on with the parameters of the first pull
 * pulls for the next step before it pushes, which makes every gradient staler by one push of its own
 * pushes the gradient in float32, whatever its dtype
+* converts the gradient to the dtype of the parameters
 * passes step 0 every time: always the same batch
 * counts the steps from 1, and skips the first batch
 * never ends

@@ -21,12 +21,15 @@ Usual wrong answers:
 * uses this replica's own difference: nothing is merged
 * merges the parameters at the end, although they are equal: twice the bytes
 * does not write the result to the parameters: each replica goes on from its own
+* takes the rate 0 for a rate that was not given
 * multiplies by lr when the velocity is updated, and again in the step
 * a replica of weight 0 skips the outer step, in which the others wait for it
 * keeps the parameters themselves as the start: the inner steps change it, and every difference is 0
 * takes parameters - start for the gradient, and moves away from where the replicas went
 * measures every round's difference from the start of the run
 * works with a velocity of its own, of which the attribute is a copy: what a checkpoint writes there is lost
+* overwrites the tensor that it was constructed with, and not the one that the step gets
+* the velocity has float32, whatever the dtype of the parameters
 * begins with the parameters as velocity
 * merges the velocities as well, which are equal on all ranks anyway
 * adds lr times g to the velocity, and does not multiply it in the step: right parameters, another velocity saved

@@ -34,6 +34,7 @@ Usual wrong answers:
 * workers of different speeds: the delay varies
 * compares the largest of four values with the four before: the period is 4 delay + 2 updates
 * the approximation for long delays, which allows pi / 2 times the rate without a delay
+* stops as soon as the parameter exceeds 10, which is no overflow
 * a server with bound 0: all workers pull the same parameters, which is no constant delay
 * rounds down the steps of each worker: up to `delay` updates are missing
 * returns the ratio of the largest values

@@ -10,6 +10,7 @@ the counts, so others may become due: a pull can release a push, and this push a
 be the slowest one for ever.
 
 Usual wrong answers:
+* adds the gradient to the parameters, and does not call update
 * compares with the mean of all clocks, and not with the slowest one
 * the package's own
 * takes every request for due, whatever the bound
@@ -29,6 +30,7 @@ Usual wrong answers:
 * answers a push with the new parameters, which the worker has not requested
 * bounds the number of updates since the worker's pull, and not its lead in clocks
 * counts from the worker's last push, and not from its pull
+* counts until a push arrives, and not until it is answered: updates while it waits are missing
 * counts the update itself among those in between
 * keeps a copy of the parameters: the tensor of the caller, the model that it evaluates, never changes
 * answers nobody

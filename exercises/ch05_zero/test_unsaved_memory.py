@@ -118,7 +118,7 @@ def equals_one_process(answer, world, run):
     padded = 2 * 8 * shard * world.size
     states = run.gather(got.state_bytes)
     if not 2 * 8 * len(parameters) <= sum(states) <= padded or max(states) > 2 * 8 * shard:
-        wanted = f"{2 * 8 * shard} per rank at most: two float64 per element of its shard"
+        wanted = f"{2 * 8 * shard} per rank, or less by its padding: two float64 per element of its shard"
         raise Wrong(
             "wrong", "the bytes of each rank's Adam states that main returns", wanted, show(states), "main(...)"
         )

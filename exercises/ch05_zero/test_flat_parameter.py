@@ -1,7 +1,9 @@
 """Tests of flat_parameter: the buffer as a list of elements, which is cut by hand."""
 
 import itertools
+import math
 import random
+from unittest import mock
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from exercises.conditions import FLOATS, Declaration, Tensors, check_conditions
 from exercises.expected_shards import shard_elements, shard_values
 from exercises.observations import LiveTensorMemory, timeline
 from exercises.testing import CONDITION_RANKS, expect, test
+from minidist.comm import Handle
 
 # Shapes by name: parameters in one shard, in several and in all, scalars, one without elements; names in no order.
 CASES = (
@@ -19,6 +22,7 @@ CASES = (
     {"a": ()},
     {"a": (2,), "nothing": (0, 3), "b": (3,)},
     {"norm": (2,), "embed": (5, 4), "bias": (), "head": (3, 1)},
+    {"nothing": (0,), "none": (2, 0)},
 )
 KIB = 1024
 
@@ -48,6 +52,9 @@ def flat_of(answer, group, shapes, dtype=torch.float64, own_shard=False):
     expect("the names of the given masters", list(masters), ["other", *shapes])
     given.clear()
     expect("the names in the attribute `parameters`", list(flat.parameters), list(shapes))
+    are_given = [flat.parameters[name] is parameters[name] for name in shapes]
+    expect("whether each of `parameters` is the given Parameter", are_given, [True] * len(shapes))
+    expect("whether the attribute `group` is the given group", flat.group is group, True)
     return flat, parameters
 
 
@@ -63,8 +70,10 @@ def told(shapes, size):
 def pads_once_and_cuts_equally(answer, world, network):
     """The parameters in their order, then zeros up to the next multiple of the world size; rank r has shard r."""
     for shapes in cases():
-        flat, _ = flat_of(answer, network.group, shapes)
         shards, case = shards_of(shapes, world.size), told(shapes, world.size)
+        junk = [torch.full((length,), math.nan, dtype=torch.float64) for length in map(len, shards) for _ in range(2)]
+        del junk  # what new memory may contain
+        flat, _ = flat_of(answer, network.group, shapes)
         numbers = [shard_values(shard, lambda name, shapes=shapes: value(shapes, name, world.rank)) for shard in shards]
         expect("the size of a shard", flat.size, len(shards[0]), case=case)
         expect("the buffer", flat.full.tolist(), sum(numbers, []), case=case)
@@ -108,7 +117,7 @@ def places_in_the_shard(answer, world, network):
                 wanted.setdefault(element[0], []).append((position, element[1]))
         found = {}
         for name, (place, first) in flat.places.items():
-            positions = list(range(flat.size))[place]
+            positions = range(place.start or 0, flat.size if place.stop is None else place.stop, place.step or 1)
             found[name] = [(position, first + i) for i, position in enumerate(positions)]
         what = "the positions in the shard, and the parameter's elements there, by name"
         expect(what, found, wanted, case=told(shapes, group.size))
@@ -150,26 +159,30 @@ def flattens_other_tensors(answer, world, network):
 @test(points=2, ranks=(1, 3))
 def masters_in_a_wider_dtype(answer, world, network):
     """The buffer has the masters' values, rounded; `master` and `grad` have the masters' dtype, and own memory."""
-    shapes = {"a": (5,), "b": (2, 2), "c": ()}
+    shapes, bf16, fp32, fp64 = {"a": (5,), "b": (2, 2), "c": ()}, torch.bfloat16, torch.float32, torch.float64
     shards = shards_of(shapes, world.size)
-    for own_shard in (False, True):
-        exact = {name: value(shapes, name, world.rank) + 2.0**-30 for name in reversed(shapes)}
-        parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
+    for own_shard, (dtype, wide) in itertools.product((False, True), ((bf16, fp64), (fp64, fp32), (fp64, fp64))):
+        exact = {name: (value(shapes, name, world.rank) + 2.0**-30).to(wide) for name in reversed(shapes)}
+        before = {name: master.clone() for name, master in exact.items()}
+        parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
         flat = answer.FlatParameter(parameters, exact, network.group, own_shard)
-        case, own = f"masters in float64, own_shard={own_shard}", shards[world.rank]
+        named = [str(each).removeprefix("torch.") for each in (wide, dtype)]
+        case, own = f"masters in {named[0]}, parameters in {named[1]}, own_shard={own_shard}", shards[world.rank]
         wanted = shard_values(own, lambda name, exact=exact: exact[name])
         expect("this rank's shard of the masters", flat.master.tolist(), wanted, case=case)
         dtypes = [str(tensor.dtype) for tensor in (flat.master, flat.grad, flat.full, flat.shard)]
-        wide, narrow = "torch.float64", "torch.bfloat16"
-        expect("the dtypes of master, grad, full, shard", dtypes, [wide, wide, narrow, narrow], case=case)
+        wide_and_narrow = [str(wide)] * 2 + [str(dtype)] * 2
+        expect("the dtypes of master, grad, full, shard", dtypes, wide_and_narrow, case=case)
         for name, parameter in parameters.items():
-            expect(f"the parameter {name}", parameter.detach(), exact[name].bfloat16(), case=case)
-        rounded = torch.tensor(wanted).bfloat16().tolist()
+            expect(f"the parameter {name}", parameter.detach(), exact[name].to(dtype), case=case)
+        rounded = torch.tensor(wanted, dtype=wide).to(dtype).tolist()
         expect("this rank's shard of the parameters", flat.shard.tolist(), rounded, case=case)
+        expect("whether the master is the shard itself", flat.master is flat.shard, dtype == wide, case=case)
         flat.master.zero_()
-        expect("the shard after the master is zeroed", flat.shard.tolist(), rounded, case=case)
+        left = [0.0] * flat.size if dtype == wide else rounded
+        expect("the shard after the master is zeroed", flat.shard.tolist(), left, case=case)
         for name, master in exact.items():
-            expect(f"the given master of {name}", master, value(shapes, name, world.rank) + 2.0**-30, case=case)
+            expect(f"the given master of {name}", master, before[name], case=case)
 
 
 @test(points=4, ranks=(1, 2, 3))
@@ -218,6 +231,26 @@ def gathers_and_frees(answer, world, network):
         order = timeline(network)
         at_mark = order.index("after start_gather")
         expect("events up to the return of the first start_gather", order[:at_mark], ["launch 0"])
+        expect_one_wait_per_gather(flat)
+
+
+def expect_one_wait_per_gather(flat):
+    """Fail unless `wait` and `free` wait once for a gather in flight, while the buffer has its memory."""
+    waited, wait = [], Handle.wait
+
+    def note(handle, *args, **options):
+        waited.append(flat.full.untyped_storage().nbytes())
+        return wait(handle, *args, **options)
+
+    with mock.patch.object(Handle, "wait", note):
+        for calls in (("wait", "wait", "free", "wait"), ("free", "free")):
+            flat.free()
+            flat.start_gather()
+            waited.clear()
+            for call in calls:
+                getattr(flat, call)()
+            case = f"one start_gather, then {', '.join(calls)}"
+            expect("bytes of the buffer at each wait for the gather", waited, [flat.full.nbytes], case=case)
 
 
 @test(points=1, ranks=(2,))

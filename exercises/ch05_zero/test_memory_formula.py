@@ -1,10 +1,13 @@
 """Tests of memory_formula: the reference allocates the tensors that a rank of the stage keeps, and counts bytes."""
 
+import functools
+import itertools
+
 import torch
 
 from exercises.testing import expect, test
 from minidist.config import PrecisionConfig, ZeroConfig
-from minidist.precision.policy import resolve_policy
+from minidist.precision.policy import Policy, resolve_policy
 from minidist.tools.estimate.states import FlatParamSize
 
 KINDS = ("parameters", "gradients", "masters", "moments")
@@ -26,21 +29,29 @@ POLICIES = {
         PrecisionConfig("bf16", master="stochastic"), torch.bfloat16, torch.float32, None, torch.float32,
     ),
 }  # fmt: skip
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 STAGES = {
     "stage 0": ZeroConfig(0),
     "stage 1": ZeroConfig(1),
     "stage 2": ZeroConfig(2),
     "stage 2, unsharded gradients": ZeroConfig(2, keep_gradients=True),
     "stage 3": ZeroConfig(3),
+    "stage 3, keep_gradients=True": ZeroConfig(3, keep_gradients=True),
 }
 # (elements, moments per element) of each flat parameter; none of the lengths divides by 2, 3 or 4.
 FLAT_PARAMS = ((101, 2), (7, 1), (1, 2), (25, 0))
+LARGE_FLAT_PARAMS = ((10**17 + 3, 2), (10**17 + 1, 1))  # lengths that no float represents
 # Rajbhandari et al. 2020, table 1: GB of 7.5e9 parameters, by the number of ranks.
 PUBLISHED = {
     1: {1: 120, 4: 52.5, 16: 35.6, 64: 31.4, 256: 30.4, 1024: 30.1},
     2: {1: 120, 4: 41.3, 16: 21.6, 64: 16.6, 256: 15.4, 1024: 15.1},
     3: {1: 120, 4: 30, 16: 7.5, 64: 1.88, 256: 0.47, 1024: 0.12},
 }
+
+
+def whole(number):
+    """A whole number as an int, because `expect` rounds a large int that it compares with a float."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def lengths(numel, ranks):
@@ -51,33 +62,40 @@ def lengths(numel, ranks):
     return padded, padded // ranks
 
 
+@functools.cache
 def nbytes(numel, dtype):
     return 0 if dtype is None else torch.empty(numel, dtype=dtype, device="meta").nbytes
 
 
-def expected_bytes(stage, policy, ranks):
-    """Bytes of each kind on one rank, from tensors."""
+def expected_bytes(stage, dtypes, ranks, flat_params=FLAT_PARAMS):
+    """Bytes of each kind on one rank, from tensors. dtypes: of parameter, gradient, separate master and moments."""
     zero, total = STAGES[stage], dict.fromkeys(KINDS, 0)
-    _, parameter, gradient, master, state = POLICIES[policy]
-    for numel, moments in FLAT_PARAMS:
+    parameter, gradient, master, state = dtypes
+    for numel, moments in flat_params:
         padded, shard = lengths(numel, ranks if zero.stage else 1)
         unsharded_gradients = stage in ("stage 0", "stage 1", "stage 2, unsharded gradients")
-        total["parameters"] += nbytes(shard if stage == "stage 3" else padded, parameter)
+        total["parameters"] += nbytes(shard if zero.stage == 3 else padded, parameter)
         total["gradients"] += nbytes(padded if unsharded_gradients else shard, gradient)
         total["masters"] += nbytes(shard, master)
         total["moments"] += moments * nbytes(shard, state)
     return total
 
 
-def expect_bytes(answer, stage, policy, ranks, kinds=KINDS):
-    """The bytes of each kind equal those of the tensors."""
+def expect_bytes(answer, stage, policy, ranks, flat_params=FLAT_PARAMS):
+    """The bytes of each kind equal those of the tensors. policy: a key of POLICIES."""
+    config, *dtypes = POLICIES[policy]
+    expect_bytes_of_dtypes(answer, stage, policy, resolve_policy(config), dtypes, ranks, flat_params)
+
+
+def expect_bytes_of_dtypes(answer, stage, told, policy, dtypes, ranks, flat_params=FLAT_PARAMS):
+    """The bytes of each kind equal those of tensors of these dtypes. told: the policy in words."""
     zero = STAGES[stage]
-    sizes = [FlatParamSize(*lengths(numel, ranks if zero.stage else 1), moments) for numel, moments in FLAT_PARAMS]
-    got = answer.model_states(sizes, zero, resolve_policy(POLICIES[policy][0]))
-    for kind in kinds:
-        elements = [numel for numel, _ in FLAT_PARAMS]
-        case = f"{stage}, {ranks} rank{'s' * (ranks > 1)}, {policy}, flat parameters of {elements} elements"
-        expect(f"bytes of {kind}", getattr(got, kind), expected_bytes(stage, policy, ranks)[kind], case=case)
+    sizes = [FlatParamSize(*lengths(numel, ranks if zero.stage else 1), moments) for numel, moments in flat_params]
+    got, wanted = answer.model_states(sizes, zero, policy), expected_bytes(stage, dtypes, ranks, flat_params)
+    elements = [numel for numel, _ in flat_params]
+    case = f"{stage}, {ranks} rank{'s' * (ranks > 1)}, {told}, flat parameters of {elements} elements"
+    for kind in KINDS:
+        expect(f"bytes of {kind}", whole(getattr(got, kind)), wanted[kind], case=case)
 
 
 @test(points=2)
@@ -86,7 +104,11 @@ def flat_params_are_padded(answer):
     for numel, ranks in ((12, 4), (13, 4), (16, 4), (1, 3), (0, 2), (5, 1), (3, 8), (10**18 + 1, 3)):
         padded = numel + (ranks - numel % ranks) % ranks
         got = answer.pad_to_shards(numel, ranks, 2)
-        expect("(numel, shard_numel, moments)", [got.numel, got.shard_numel, got.moments], [padded, padded // ranks, 2])
+        expect(
+            "(numel, shard_numel, moments)",
+            [whole(each) for each in (got.numel, got.shard_numel, got.moments)],
+            [padded, padded // ranks, 2],
+        )
     expect("moments", answer.pad_to_shards(5, 2, 0).moments, 0)
 
 
@@ -96,6 +118,8 @@ def each_stage_shards_its_states(answer):
     for stage in STAGES:
         for ranks in (1, 2, 3, 4):
             expect_bytes(answer, stage, "fp16 throughout", ranks)
+    for stage in STAGES:
+        expect_bytes(answer, stage, "fp16 throughout", 3, LARGE_FLAT_PARAMS)
 
 
 @test(points=3)
@@ -104,6 +128,14 @@ def every_dtype_counts(answer):
     for policy in POLICIES:
         for stage in STAGES:
             expect_bytes(answer, stage, policy, 3)
+    names = ("fp16", "bf16", "fp32"), ("fp16", "fp64"), (None, "fp16", "bf16", "fp32", "fp64"), ("bf16", "fp32", "fp64")
+    for parameter, accumulate, master, state in itertools.product(*names):
+        policy = Policy(parameter, parameter, accumulate, "fp32", state, master, scaled=False)
+        told = f"parameter {parameter}, accumulate {accumulate}, reduce fp32, master {master}, state {state}"
+        separate = master if master != parameter else None
+        dtypes = [DTYPES[name] for name in (parameter, accumulate, separate, state)]
+        for stage in ("stage 0", "stage 2", "stage 3"):
+            expect_bytes_of_dtypes(answer, stage, told, policy, dtypes, 3)
 
 
 @test(points=2)
@@ -127,6 +159,7 @@ def accepts_a_generator(answer):
     for case, given in (("a generator", (size for size in sizes)), ("an iterator, iter(list)", iter(sizes))):
         got = answer.model_states(given, STAGES["stage 1"], policy)
         for kind in KINDS:
-            expected = expected_bytes("stage 1", "bf16", 2)[kind]
+            expected = expected_bytes("stage 1", POLICIES["bf16"][1:], 2)[kind]
             expect(f"bytes of {kind}", getattr(got, kind), expected, case=f"sizes from {case}")
-    expect("bytes of no flat parameters", answer.model_states([], STAGES["stage 1"], policy).total, 0)
+    for stage, zero in STAGES.items():
+        expect("bytes of no flat parameters", answer.model_states(iter(()), zero, policy).total, 0, case=stage)

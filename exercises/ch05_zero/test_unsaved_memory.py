@@ -18,9 +18,15 @@ SMALL, LARGE = 20, 20_000  # of the hidden layer: 241 parameters, for 2 and 3 ra
 
 
 class Run(NamedTuple):
-    """The results of one call of main: the parameters as one flat tensor, and the recorded messages."""
+    """The results of one call of main: the parameters as one flat tensor, and the recorded messages.
+
+    is_given: whether the model is the one that main was given.
+    """
 
     parameters: torch.Tensor
+    is_given: bool
+    losses: list
+    state_bytes: int
     records: list
 
 
@@ -46,7 +52,8 @@ def data():
 def trained(answer, world, run):
     """Run main, which starts with other values on every rank, or return the stored run."""
     if not RUNS:
-        result = run(answer.main, *data(), model_of(SMALL, world.rank), epochs=EPOCHS, batch_size=BATCH)
+        model = model_of(SMALL, world.rank)
+        result = run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
             raise Wrong(
                 "type",
@@ -55,21 +62,23 @@ def trained(answer, world, run):
                 show(result),
             )
         flat = torch.cat([parameter.detach().flatten() for parameter in result[0].parameters()])
-        RUNS.append(Run(flat, run.records))
+        RUNS.append(Run(flat, result[0] is model, list(result[1]), result[2], run.records))
     return RUNS[0]
 
 
 def one_process():
-    """The parameters of a single process that starts as rank 0 does, as one flat tensor."""
-    model, (inputs, targets) = model_of(SMALL, 0), data()
+    """The parameters of a single process that starts as rank 0 does, as one flat tensor, and its losses."""
+    model, losses, (inputs, targets) = model_of(SMALL, 0), [], data()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
     for _ in range(EPOCHS):
         for first in range(0, len(inputs), BATCH):
             optimizer.zero_grad()
             error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
-            (error**2).mean().backward()
+            loss = (error**2).mean()
+            loss.backward()
             optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            losses.append(loss.item())
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), losses
 
 
 def kept_bytes(answer, world, run):
@@ -99,9 +108,20 @@ def states_are_sharded(answer, world, run):
 
 @test(points=4, ranks=(1, 2, 3))
 def equals_one_process(answer, world, run):
-    """The trained model is the one of a single process, on every rank, whatever their number."""
-    got = trained(answer, world, run).parameters
-    expect("the parameters after training, flat", got, one_process(), tolerance=TOLERANCE, case="main(...)")
+    """The trained model is the one of a single process, on every rank; main also returns losses and bytes of states."""
+    got, (parameters, losses) = trained(answer, world, run), one_process()
+    expect("the parameters after training, flat", got.parameters, parameters, tolerance=TOLERANCE, case="main(...)")
+    expect("whether the returned model is the given one", got.is_given, True, case="main(...)")
+    mean = [sum(each) / world.size for each in zip(*run.gather(got.losses), strict=True)]
+    expect("the mean over the ranks of the loss at each step", mean, losses, tolerance=TOLERANCE, case="main(...)")
+    shard = -(-len(parameters) // world.size)
+    padded = 2 * 8 * shard * world.size
+    states = run.gather(got.state_bytes)
+    if not 2 * 8 * len(parameters) <= sum(states) <= padded or max(states) > 2 * 8 * shard:
+        wanted = f"{2 * 8 * shard} per rank, or less by its padding: two float64 per element of its shard"
+        raise Wrong(
+            "wrong", "the bytes of each rank's Adam states that main returns", wanted, show(states), "main(...)"
+        )
 
 
 @test(points=3, ranks=(2, 3))
@@ -110,7 +130,7 @@ def no_more_bytes_than_an_all_reduce(answer, world, run):
     records = trained(answer, world, run).records
     steps = list(itertools.dropwhile(lambda record: record.name == "broadcast", records))  # all start alike
     sent = sum(run.gather(sum(record.wire_bytes for record in steps))) / STEPS
-    elements = one_process().numel()
+    elements = one_process()[0].numel()
     padded = -(-elements // world.size) * world.size
     least, most = (2 * (world.size - 1) * numel * 8 for numel in (elements, padded))
     if not least <= sent <= most:

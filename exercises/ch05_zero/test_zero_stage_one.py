@@ -1,5 +1,8 @@
 """Tests of zero_stage_one: the training of a small model on all ranks against one process in float64."""
 
+import math
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -7,6 +10,7 @@ from exercises.conditions import check_conditions
 from exercises.observations import LiveTensorMemory
 from exercises.testing import CONDITION_RANKS, expect, test
 from exercises.zero_run import (
+    LAYERS,
     WIDTH,
     Reference,
     Replica,
@@ -37,9 +41,21 @@ def gradients_are_sums_of_own_elements(answer, world, network):
         mine.run_backward(step, count)
         mine.zero.finish()
         expect_gradients(mine, one.gradients(step, count), f"step {step + 1}")
+        expect("the names in `local` after finish", list(mine.zero.local), [], case=f"step {step + 1}")
     mine.zero.clear()
     left = [name for name, master in mine.zero.masters.items() if master.grad is not None]
     expect("the names of the masters with a gradient after clear", left, [])
+    if world.rank == world.size - 1:
+        mine.zero.add("rare", torch.zeros(2, dtype=torch.float64))
+    mine.zero.finish()
+    used = [name for name, master in mine.zero.masters.items() if master.grad is not None]
+    wanted = [name for name in own_elements(world.size, world.rank, mine.model) if name == "rare"]
+    case = "a step in which the last rank adds a gradient of zeros of `rare`, and nothing else is added"
+    expect("the names of this rank's masters with a gradient", used, wanted, case=case)
+    for name in wanted:
+        expect(
+            f"the gradient of this rank's master of {name}", mine.zero.masters[name].grad.abs().sum(), 0.0, case=case
+        )
 
 
 @test(points=1, ranks=(1, 2))
@@ -48,9 +64,9 @@ def reductions_add_up(answer, world, network):
     mine = Replica(answer.ZeroStage1, network.group)
     zero, names = mine.zero, names_by_block(mine.model)[0]
 
-    def add():
+    def add(value=1.0):
         for name in names:
-            zero.add(name, torch.ones_like(dict(mine.model.named_parameters())[name]))
+            zero.add(name, torch.full_like(dict(mine.model.named_parameters())[name], value))
 
     def expect_reduced(total, when):
         missing = [name for name in names if name not in zero.local]
@@ -65,8 +81,14 @@ def reductions_add_up(answer, world, network):
     for number in (1, 2):
         add()
         expect_reduced(number * world.size, f"micro-batch {number}")
+        added = [zero.num_added[name] for name in names]
+        expect("num_added of each parameter of block 0", added, [number] * len(names), case=f"micro-batch {number}")
+    for value in (math.inf, math.nan):
+        add(value)
+        zero.reduce(zero.blocks[0])
     add()
     zero.clear()  # the step is aborted
+    expect("the sum of num_added after clear", sum(zero.num_added.values()), 0)
     add()
     expect_reduced(world.size, "in the step after an aborted one")
 
@@ -107,8 +129,12 @@ def bytes_of_one_all_reduce(answer, world, network):
     mine = Replica(answer.ZeroStage1, network.group)
     numel = sum(padded_elements(world.size, mine.model))
     for step, count in enumerate((1, 2, 4)):
-        with expect_sent(mine, network, 2 * numel, f"{count} micro-batch{'es' * (count > 1)}"):
+        before, case = len(network.records), f"{count} micro-batch{'es' * (count > 1)}"
+        with expect_sent(mine, network, 2 * numel, case):
             mine.train(step, count)
+            launched = Counter(record.name for record in network.records[before:])
+        for name in ("reduce_scatter", "all_gather"):
+            expect(f"the number of {name} operations in a step", launched[name], LAYERS + 1, case=case)
 
 
 @test(points=2, ranks=(1, 2, 3))

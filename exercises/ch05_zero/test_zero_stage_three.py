@@ -1,5 +1,7 @@
 """Tests of zero_stage_three: as those of zero_stage_two, and which parameters have memory while the model runs."""
 
+from collections import Counter
+
 import torch
 
 from exercises.conditions import check_conditions
@@ -99,13 +101,17 @@ def two_gathers_of_each_block(answer, world, network):
         *blocks, root = padded_elements(world.size, mine.model)
         for step, count in enumerate((1, 2, 4)):
             case = f"{count} micro-batch{'es' * (count > 1)}, prefetch={prefetch}"
+            start = len(network.records)
             with expect_sent(mine, network, 3 * count * sum(blocks) + 2 * root, case):
                 mine.run_backward(step, count)
                 mine.zero.finish()
+                launched = Counter(record.name for record in network.records[start:])
             before = len(network.records)
             mine.optimizer.step()
             mine.zero.update_parameters()
             expect("collectives of the update", len(network.records) - before, 0, case=case)
+            for name, number in (("all_gather", 2 * count * LAYERS + 1), ("reduce_scatter", count * LAYERS + 1)):
+                expect(f"the number of {name} operations in a step", launched[name], number, case=case)
 
 
 @test(points=4, ranks=(1, 2, 3))
@@ -133,12 +139,18 @@ def next_block_in_flight(answer, world, network):
 @test(points=3, ranks=(1, 2))
 def freed_after_an_evaluation(answer, world, network):
     """`free_root` frees the root, and a block that was gathered ahead and not used; the next step gathers again."""
-    mine = FullyShardedReplica(answer.ZeroStage3, network.group)
+    mine, seen = FullyShardedReplica(answer.ZeroStage3, network.group), []
     data = batches(0, world.rank, world.size, 1)[0]
+    for layer in mine.model.layers:
+        layer.up.register_forward_pre_hook(lambda *_: seen.append(blocks_with_memory(mine.zero)))
+    mine.model.eval()
     for _ in range(2):
+        seen.clear()
         with torch.no_grad():
             mine.zero.gather_root()
             first = mine.model(data)
+            case = "an evaluation: each block in forward, under no_grad and in eval mode"
+            expect("the blocks that have memory", seen, WITH_PREFETCH[:LAYERS], case=case)
             second = mine.model(data)
         expect("the output of a second forward", second, first)
         expect("the blocks that have memory after a forward", blocks_with_memory(mine.zero), [])

@@ -1,5 +1,7 @@
 """Tests of zero_stage_two: as those of zero_stage_one, and what is in memory and sent while backward runs."""
 
+from collections import Counter
+
 import torch
 
 from exercises.conditions import check_conditions
@@ -71,8 +73,12 @@ def one_reduce_scatter_per_micro_batch(answer, world, network):
     *blocks, root = padded_elements(world.size, mine.model)
     for step, count in enumerate((1, 2, 4)):
         elements, case = (count + 1) * sum(blocks) + 2 * root, f"{count} micro-batch{'es' * (count > 1)}"
+        before = len(network.records)
         with expect_sent(mine, network, elements, case):
             mine.train(step, count)
+            launched = Counter(record.name for record in network.records[before:])
+        for name, number in (("reduce_scatter", count * LAYERS + 1), ("all_gather", LAYERS + 1)):
+            expect(f"the number of {name} operations in a step", launched[name], number, case=case)
 
 
 class Reductions:
@@ -81,21 +87,34 @@ class Reductions:
     def __init__(self, zero, network, world):
         self.zero, self.network, self.world = zero, network, world
         self.launched, self.sums = self.count(), [0.0] * LAYERS
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a micro-batch: all blocks are pending."""
+        self.pending = list(range(LAYERS))
 
     def count(self) -> int:
         """Return how many reduce-scatters have been launched."""
         return sum(record.name == "reduce_scatter" for record in self.network.records)
 
-    def expect(self, blocks: list[int], when: str) -> None:
-        """Fail unless these blocks have been reduced since the last call."""
+    def expect(self, blocks: list[int], when: str, is_at_end: bool = False) -> None:
+        """Fail unless these blocks have been reduced since the last call, and `pending` lists the others.
+
+        is_at_end: between two micro-batches, where `pending` may already list all blocks.
+        """
         launched = self.count()
         wanted = len(blocks) * (self.world.size > 1)
         expect(f"the number of reduce-scatters {when}", launched - self.launched, wanted)
         self.launched = launched
         for index in blocks:
             self.sums[index] += self.world.size
+            self.pending.remove(index)
         sums = [float(flat.grad[0]) for flat in self.zero.blocks]
         expect(f"the first element of each block's summed gradient {when}", sums, self.sums)
+        if is_at_end:
+            return
+        pending = [index for index, flat in enumerate(self.zero.blocks) if any(p is flat for p in self.zero.pending)]
+        expect(f"the numbers of the blocks in `pending` {when}", pending, self.pending)
 
 
 @test(points=3, ranks=(1, 2))
@@ -113,6 +132,7 @@ def reduced_from_the_last_block_on(answer, world, network):
     reductions = Reductions(zero, network, world)
     for turn in ("first", "second"):
         where = f"in the {turn} micro-batch"
+        reductions.begin()
         add(reversed(blocks[2][1:]))
         reductions.expect([], f"before the last gradient of block 2, {where}")
         add(blocks[2][:1])
@@ -122,8 +142,10 @@ def reduced_from_the_last_block_on(answer, world, network):
         reductions.expect([], f"after all gradients of block 0, and before those of block 1, {where}")
         add(blocks[1])
         reductions.expect([1, 0], f"after all gradients of block 1, {where}")
+        expect(f"the names in `local` before the end {where}", sorted(zero.local), sorted(root))
         zero.end_micro_batch()
-        reductions.expect([], f"at the end {where}")
+        reductions.expect([], f"at the end {where}", is_at_end=True)
+    reductions.begin()
     add(blocks[1])
     reductions.expect([], "after the gradients of block 1 only, in the third micro-batch")
     zero.end_micro_batch()
@@ -137,6 +159,12 @@ def reduced_from_the_last_block_on(answer, world, network):
         reductions = Reductions(zero, network, world)
         add(blocks[2])
         reductions.expect([2], f"after the last gradient of block 2, {when}")
+        add(blocks[1][1:])  # which the next step must not count
+    zero.clear()
+    reductions = Reductions(zero, network, world)
+    add(blocks[2])
+    add(blocks[1][:1])
+    reductions.expect([2], "after block 2 and one gradient of block 1; the step before ended with the others")
 
 
 @test(points=1, ranks=(1, 2))

@@ -53,6 +53,8 @@ def uneven(size, seed, empty=()):
 def one_process(step, micro_batches):
     """The gradients of all these micro-batches in one, (ranks, micro-batches); None when there is no token."""
     every = [each for row in micro_batches for each in row]
+    if not every:
+        return None
     x, t = (torch.cat(column) for column in zip(*every, strict=True))
     w1, w2 = (parameter.requires_grad_() for parameter in parameters(step))
     loss = ((torch.relu(x @ w1.T) @ w2.T - t) ** 2).sum() / max(len(x), 1)
@@ -176,10 +178,10 @@ def one_micro_batch_at_a_time(answer, world, run):
 @test(points=2, ranks=(2,))
 def steps_are_independent(answer, world, run):
     """Nothing is left of the step before; a rank may have no token in a step, and a step none on any rank."""
-    steps = [uneven(2, 1), uneven(2, 5, empty=(0, 1)), uneven(2, 9, empty=(0,)), uneven(2, 13, empty=(1,))]
-    got, numbers = trained(answer, world, run, steps).gradients, (0, 2, 3)
+    steps = [[[], []], uneven(2, 1), uneven(2, 5, empty=(0, 1)), uneven(2, 9, empty=(0,)), uneven(2, 13, empty=(1,))]
+    got, numbers = trained(answer, world, run, steps).gradients, (1, 3, 4)
     for gradients, number in zip(got, numbers, strict=True):
-        case = f"step {number + 1} of 4, {told(steps[number], world)}"
+        case = f"step {number + 1} of 5, {told(steps[number], world)}"
         expect("the gradients of a step", gradients, one_process(number, steps[number]), case=case)
 
 

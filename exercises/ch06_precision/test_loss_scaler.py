@@ -11,6 +11,20 @@ from minidist.config import PrecisionConfig
 GOOD, OVERFLOW = False, True
 
 
+def expect_types(scaler, when):
+    """Fail unless scale, `overflowed` and the state have the types of the statement."""
+    state = scaler.state_dict()
+    for where, scale, overflowed in (
+        ("", scaler.scale, scaler.overflowed),
+        (" of the state", state["scale"], state["overflowed"]),
+    ):
+        expect(f"the type of scale{where} {when}", type(scale).__name__, "float")
+        types = [type(overflowed).__name__, *(type(each).__name__ for each in overflowed)]
+        wanted = ["list", *["float"] * len(overflowed)]
+        expect(f"the types of overflowed{where} and of its elements {when}", types, wanted)
+    expect(f"the type of good_steps {when}", type(state["good_steps"]).__name__, "int")
+
+
 def torch_scales(config, overflows):
     """Return torch.amp.GradScaler's scale, and its count of good steps, after each of these steps."""
     scale, good_steps, scales, counts = torch.tensor([config.initial_scale]), torch.zeros(1, dtype=torch.int32), [], []
@@ -121,9 +135,23 @@ def continues_after_a_restart(answer):
     second.update(OVERFLOW)
     expect("`overflowed` of a scaler whose state another one loaded and continued", first.overflowed, [65536.0])
     second.load_state_dict(state)
-    expect("`overflowed` after the same state was loaded again", second.overflowed, [65536.0])
-    first.update(OVERFLOW)
-    expect("`overflowed` of a state that was saved before another overflow", state["overflowed"], [65536.0])
+    wanted = {"scale": 32768.0, "good_steps": 0, "overflowed": [65536.0]}
+    expect("the state of a scaler that has loaded the same state again", second.state_dict(), wanted)
+    for step, name in ((OVERFLOW, "another overflow"), (GOOD, "a good step")):
+        first.load_state_dict(state)
+        saved = first.state_dict()
+        first.update(step)
+        for which, each in (("loaded", state), ("saved", saved)):
+            expect(f"`overflowed` of a state that was {which} before {name}", each["overflowed"], [65536.0])
+    first.load_state_dict(state)
+    state["overflowed"].append(1.0)
+    expect("`overflowed` after the list of the loaded state has changed", first.overflowed, [65536.0])
+    first.state_dict()["overflowed"].append(1.0)
+    expect("`overflowed` after the list of a saved state has changed", first.overflowed, [65536.0])
+    scaler = answer.LossScaler(PrecisionConfig(initial_scale=1024, growth_interval=2))
+    for count, step in enumerate((GOOD, GOOD, OVERFLOW, OVERFLOW, GOOD)):
+        expect_types(scaler, f"after {count} steps from initial_scale=1024, an int")
+        scaler.update(step)
     keys = sorted(answer.LossScaler(config).state_dict())
     expect("the keys of the state", keys, ["good_steps", "overflowed", "scale"])
 

@@ -89,12 +89,21 @@ def frozen_and_tied_parameters(answer):
         model.head.weight = nn.Parameter(exact("bias", FP32).view(5, 1))
         model.tail = nn.Linear(1, 5, bias=False)
         model.tail.weight = model.head.weight
+        model.scale = nn.Parameter(exact("scale", BF16))  # in another dtype than the rest
         model.register_buffer("count", torch.tensor([3.25], dtype=FP32))
         masters = answer.make_masters(model, dtype)
         case = f"weight is frozen, tail.weight is tied to head.weight; make_masters(model, {named(dtype)})"
         expect_names(masters, ["bias", "scale", "head.weight"], case)
         expect("the dtype of the frozen parameter", named(model.weight.dtype), named(dtype), case=case)
         expect("the frozen parameter", model.weight.detach(), exact("weight", FP32).to(dtype), case=case)
+        needs = [parameter.requires_grad for parameter in model.parameters()]
+        expect(
+            "which parameters require gradients: weight, bias, scale, head", needs, [False, True, True, True], case=case
+        )
+        found = [(named(each.dtype), each.item()) for each in (model.scale, masters["scale"])]
+        scale = exact("scale", BF16).item()
+        wanted = [(named(dtype), scale), ("float32", scale)]
+        expect("dtype and value of model.scale, which was in bfloat16, and of its master", found, wanted, case=case)
         expect("whether the tied parameters are one", model.tail.weight is model.head.weight, True, case=case)
         expect("the buffer", (named(model.count.dtype), model.count), ("float32", [3.25]), case=case)
         with torch.no_grad():

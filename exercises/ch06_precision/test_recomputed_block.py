@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from exercises.conditions import Choices, Declaration, Growth, Tensors, check_conditions
+from exercises.observations import PeakMemory
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object, all_reduce
 from minidist.models.dropout import DropoutAddress, dropout
@@ -18,7 +19,7 @@ PEAK_TENSORS = 7  # of the largest size that a block makes, which may be in memo
 
 
 def draw(seed, *shape, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def keys(step):
@@ -99,6 +100,9 @@ def equals_the_plain_block(answer):
             found.append((out.float().tolist(), x.grad.float().tolist(), stack.gradients()))
         case = f"three blocks with dropout, in {dtype}".replace("torch.", "")
         expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=case)
+        plain = Stack(dtype=dtype)
+        plain(inputs(1, dtype), keys(step=3)).float().sum().backward()
+        expect("how often other blocks of this class were run", plain.runs(), [1, 1, 1], case="recompute_block(block)")
         for what, wanted, got in zip(("output", "gradient of the input", "gradients"), *found, strict=True):
             expect(f"the {what}", got, wanted, case=case)
 
@@ -121,21 +125,46 @@ def the_operation_alone(answer):
         case = f"Recompute.apply(run, {len(arguments)} arguments, hidden, anchor)"
         for what, wanted, got in zip(("output", "gradient of hidden", "gradient of a weight"), *found, strict=True):
             expect(f"the {what}", got, wanted, case=case)
+    for shape in ((), (0,), (3,), (2, 1, 3, 2)):
+        found = []
+        for is_recomputed in (False, True):
+            x = draw(4, *shape).requires_grad_()
+
+            def run(x, times):
+                return torch.stack([x.exp() * number for number in range(1, times + 1)])
+
+            out = answer.Recompute.apply(run, (2,), x, anchor) if is_recomputed else run(x, 2)
+            out.backward(torch.ones_like(out))
+            found.append((tuple(out.shape), out.tolist(), x.grad.tolist()))
+        case = f"hidden of shape {shape}, an output of shape {(2, *shape)}"
+        for what, wanted, got in zip(("shape of the output", "output", "gradient of hidden"), *found, strict=True):
+            expect(f"the {what}", got, wanted, case=case)
 
 
 @test(points=2)
 def saves_only_the_input(answer):
     """Between forward and backward a block's input is there, and nothing that was made inside of it."""
-    made = []
+    weight = torch.ones(HIDDEN, dtype=torch.float64, requires_grad=True)
+    for needs_gradient in (True, False):
+        made = []
 
-    def run(x, scale):
-        inside = (x * scale).exp()
-        made.append(StorageWeakRef(inside.untyped_storage()))
-        return inside.sin().cos()
+        def run(x, scale, made=made):
+            inside = (x * weight * scale).exp()
+            made.append(StorageWeakRef(inside.untyped_storage()))
+            return inside.sin().cos()
 
-    out = Run(answer, run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
-    case = "block(x, scale), which computes (x * scale).exp() as a temporary"
-    expect("whether that is still there before backward", not made[0].expired(), False, case=case)
+        x = inputs(1).requires_grad_(needs_gradient)
+        out = Run(answer, run)(x, torch.full((), 0.5, dtype=torch.float64))
+        case = "block(x, scale), which computes (x * weight * scale).exp() as a temporary"
+        case += "" if needs_gradient else "; x needs no gradient"
+        expect("whether that is still there before backward", not made[0].expired(), False, case=case)
+        out.sum().backward()
+    x = draw(1, 512, 64).requires_grad_().t()
+    block = Run(answer, torch.sin)
+    with PeakMemory() as memory:
+        out = block(x)
+    kept, case = memory.kept_bytes // 1024, "block(x) = x.sin(), where x is a transposed matrix of 256 KiB"
+    expect("KiB of new memory between forward and backward: the output, and no copy of x", kept, 256, case=case)
     out.sum().backward()
 
 
@@ -187,6 +216,9 @@ def runs_twice(answer):
         out = stack(inputs(1), keys(0))
     expect("how often each block was run after another forward under no_grad", stack.runs(), [3, 3, 3])
     expect("whether that forward has a graph", out.requires_grad, False)
+    with torch.inference_mode():
+        stack(inputs(1), keys(0))
+    expect("how often each block was run after another forward under inference_mode", stack.runs(), [4, 4, 4])
     for what in ("in eval mode", "from a gradient of zeros"):
         stack = Stack(answer)
         if what == "in eval mode":

@@ -1,6 +1,7 @@
 """Tests of step_decision: every rank knows what all of them were given, and updates by hand in whole numbers."""
 
 import dataclasses
+import itertools
 import math
 from unittest import mock
 
@@ -133,6 +134,44 @@ def steps_without_tokens(answer, world, network):
             mine = (0.0, 0.0, stops and world.rank == 0)
             expect_decision(answer, network, mine, wanted, case, num_tokens=0.0, scaler=scaler)
             expect("the state of this rank's scaler", scaler and scaler.state_dict(), before, case=case)
+    expect_rules_in_every_combination(answer, world, network)
+
+
+def expect_rules_in_every_combination(answer, world, network):
+    """Fail unless the decision follows the rules for all kinds of losses, norms and tokens, with and without scaler."""
+    others = world.size - 1
+    losses = ([0.0] * world.size, [-1.5] * world.size, *([1.0] * others + [bad] for bad in (INF, -INF, NAN)))
+    squares = ([0.0] * world.size, [1.5e308] * world.size, *([4.0] * others + [last] for last in (5.0, INF, NAN)))
+    combinations = itertools.product(losses, squares, (0.0, 0.001, 8.0), (True, False))
+    for number, (loss, square, num_tokens, is_scaled) in enumerate(combinations):
+        total, sum_of_squares, requests = sum(loss), sum(square), (number % 3 == 0, number % 5 == 0)
+        stops = requests[world.rank % 2]
+        scaler = make_scaler() if is_scaled else None
+        finite = [math.isfinite(each) for each in (total, sum_of_squares)]
+        norm = math.sqrt(sum_of_squares) if all(finite) else "nan"
+        wanted = decided(
+            (None if not num_tokens else "nan" if math.isnan(total) else total),
+            num_tokens,
+            norm,
+            all(finite) and num_tokens > 0,
+            all(finite),
+            is_scaled and finite == [True, False],
+            any(requests[: world.size]),
+        )
+        case = f"losses {loss}, squared norms {square}, {num_tokens} tokens" + ", no scaler" * (not is_scaled)
+        found = plain(
+            answer.agree_on_step(loss[world.rank], square[world.rank], stops, num_tokens, scaler, network.group)
+        )
+        for name in FIELDS:
+            off = 1e-12 * max(1.0, norm) if name == "grad_norm" and norm != "nan" else 0.0
+            expect(f"{name} of this rank's decision", found[name], wanted[name], case=case, tolerance=off)
+        if is_scaled:
+            state = {"scale": 64.0, "good_steps": 1, "overflowed": []}
+            if num_tokens and finite[0]:
+                state = {"scale": 128.0, "good_steps": 0, "overflowed": []}
+                if not finite[1]:
+                    state = {"scale": 32.0, "good_steps": 0, "overflowed": [64.0]}
+            expect("the state of this rank's scaler", scaler.state_dict(), state, case=case)
 
 
 @test(points=2, ranks=(2, 3))

@@ -24,6 +24,7 @@ Usual wrong answers:
 * gathers a buffer that has its values
 * launches an all-gather even for a buffer without elements
 * the summed gradient has the dtype of the parameters
+* a second `wait`, with no gather in flight, waits once more for the old one
 * makes the masters from the rounded buffer
 * the master is a view of all masters, which stay in memory
 * free keeps the memory
@@ -34,6 +35,8 @@ Usual wrong answers:
 * rounds the shard length down, so the last parameter does not fit
 * the shard stays a view of the buffer: whoever frees the buffer frees the shard
 * every rank has the first shard: right on one rank only
+* does not end a slice at the end of the shard, if the parameter goes on in the next one; indexing hides that
+* if the dtypes are equal, takes the values of the parameters instead of those of the masters
 * the buffer is zero: parameters lose their values
 """
 

@@ -11,6 +11,7 @@ the measured bytes.
 Usual wrong answers:
 * adds padding although the length is divisible
 * a float cannot represent every integer
+* adds up the full lengths in floats, which cannot represent every integer
 * the package's own formula
 * sixteen bytes, whatever the stage
 * right for fp16 with sums in fp16, and every state four bytes
@@ -21,11 +22,13 @@ Usual wrong answers:
 * stage 2 shards gradients although `keep_gradients` is set
 * counts masters although the parameters are the masters
 * every rank keeps the unsharded masters
+* counts masters only if they have more bytes than the parameters; fp16 parameters may have masters in bf16
 * copies generators only: any other iterator is empty after the first sum over it
 * the flat parameter without its padding
 * parameters are sharded in stage 2
 * the shards together are shorter than the flat parameter
 * as if all flat parameters were as long as the first
+* leaves gradients unsharded in stage 3 as well if `keep_gradients` is set, which is an option of stage 2
 * every rank keeps the unsharded moments
 * two moments for each element, whatever the optimizer keeps
 * nothing takes any memory

@@ -19,6 +19,7 @@ Usual wrong answers:
 * no rank sends its updated shard to the others
 * stores one of the two moments unsharded
 * names a line that shows the fault but does not cause it
+* repaired, but returns the bytes of the states of all ranks instead of its own
 * if the length is not divisible, does not update the last element of every shard but the last
 * shards the states over two ranks only: of four ranks, each stores half
 * the sum over the ranks instead of the mean

@@ -15,7 +15,9 @@ Usual wrong answers:
 * divides by the number of ranks, although the loss is divided by the global count already
 * lists the last block first
 * the package's own
+* clears the sums by a factor of zero, so NaN and infinities of an aborted step remain
 * every gradient is one
+* num_added says whether a gradient has been added, not how many
 * writes wider masters to the shards only if it gathers these: stage 3 computes with the first parameters for ever
 * keeps the local gradients after their reduction, until the next step
 * gathers all parameters after the update in stage 3, too
@@ -33,6 +35,7 @@ Usual wrong answers:
 * every rank updates all elements, and has all optimizer states
 * adds up the gradients of the micro-batches in their own dtype
 * every gradient is zero
+* a parameter whose gradients are all zero counts as unused: its masters get None, and AdamW no longer decays it
 """
 
 from collections.abc import Sequence

@@ -23,6 +23,7 @@ Usual wrong answers:
 * gathers a block for forward only; in backward its memory is freed
 * keeps a copy of the parameters of each block that it frees after forward
 * every hook sees the last value of the loop variable, and gathers the last block
+* gathers the next block ahead in training mode only, so an evaluation waits for every block
 * gathers the next block ahead even without prefetch
 * does not free the parameters at first: the first forward computes with those that this rank had
 * gathers and frees the root in every micro-batch

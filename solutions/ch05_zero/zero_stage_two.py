@@ -18,6 +18,7 @@ Usual wrong answers:
 * leaves a block that was complete before a later one until another gradient comes
 * does not begin again after a micro-batch: the gradients of later ones are never reduced
 * reduces whichever block is complete: ranks whose gradients come in another order wait for each other's blocks
+* counts the reduced blocks elsewhere, so `pending` lists all blocks at any time
 * reduces all blocks after backward, when all of their gradients are in memory
 * as stage 1: accumulates full gradients over all micro-batches, and reduces once
 * reduces every block once more after backward, with zeros

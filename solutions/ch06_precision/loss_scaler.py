@@ -29,6 +29,7 @@ Usual wrong answers:
 * doubles a Python number without limit, past the largest float32
 * halves with an integer division, which ends at 0
 * doubles after 2,000 good steps, whatever the configuration
+* makes a new list at each overflow, but empties it in place, and with it the list of a state that was saved
 * the state holds the scaler's own list, which later steps change
 * records the scale after the overflow instead of the one that overflowed
 * exhausted only when one step more than `max_overflows` overflowed
@@ -36,6 +37,7 @@ Usual wrong answers:
 * saves the overflows, but does not load them
 * loses the overflows at a restart
 * begins with the initial scale again after a restart
+* the scale is an int as long as config.initial_scale is one and no step overflows
 * its state changes when the scaler goes on
 * does nothing after a step
 """

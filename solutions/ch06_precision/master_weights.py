@@ -12,11 +12,13 @@ and tied weights are one tensor. A dtype that is not narrower needs no second co
 and the rest of the trainer need not know the difference.
 
 Usual wrong answers:
+* a frozen parameter requires a gradient after the conversion
 * copies the masters with float32 and float64, too
 * pairs masters and parameters by their order instead of their names
 * the package's own
 * masters that are 1 everywhere
 * writes into parameter.reshape(-1), which is a copy if the parameter is not contiguous
+* leaves out parameters whose dtype is not that of the model's first one
 * takes everything but float32 for narrow
 * makes a master of each parameter, so that the optimizer decays frozen ones
 * converts only parameters that require gradients

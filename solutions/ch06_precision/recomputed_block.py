@@ -14,6 +14,7 @@ newer version replaces the saved tensors by hooks instead, and has no such limit
 Usual wrong answers:
 * the package's own
 * ones, whatever the input
+* saves a contiguous copy of an input that has another memory layout
 * keeps a copy of the input, so one more tensor of its size
 * passes the tuple of arguments as one argument if there is none
 * returns the incoming gradient instead of that of the input
@@ -29,6 +30,7 @@ Usual wrong answers:
 * recomputes once for each of input and weights, and sends every message as often
 * has no gradient for the weights if the input requires none
 * torch's own checkpoint, wrapped so that no line of the answer calls it
+* does not recompute behind a frozen embedding, where autograd keeps all tensors of the block
 * runs the block without a graph if its input requires no gradient
 * recomputes in training mode only
 * torch's own checkpoint

@@ -21,17 +21,20 @@ Usual wrong answers:
 * each rank decides by its own norm
 * reports a loss of 0 without tokens
 * the scaler counts steps without tokens
+* without tokens no step counts as an overflow, although only `loss` and `update_successful` have other rules there
 * returns without a message if there are no tokens, and requests to stop are lost
 * updates without tokens, which decays the weights
 * goes on with its own numbers when the message fails
 * fills the decision with tensors instead of numbers
 * sends the number of tokens and the scale as well, which all ranks know
+* sums flags that tell whether each part is finite: two finite parts may have an infinite sum
 * a rank with an overflow halves its scale before the ranks agree, which nobody undoes if the message fails
 * sends float32, which rounds losses and overflows at norms that are finite
 * looks for NaN only
 * takes everything beyond float32 for an overflow
 * the rank with the overflow sends nothing, and the others wait
 * looks at the norm only
+* a loss of exactly 0, with tokens, is None
 * averages the parts of the loss, which are parts of a mean already
 * looks for infinities only
 * returns an infinite norm instead of NaN

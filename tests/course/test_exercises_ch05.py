@@ -59,7 +59,7 @@ MESSAGES = {
             "  for       parameters {'a': (6,)}, 2 ranks",
             "  rank      1 of 2",
             "  expected  {'a': [[0, 3], [1, 4], [2, 5]]}",
-            "  got       {'a': []}",
+            "  got       {'a': [[3, 3], [4, 4], [5, 5]]}",
         ],
     ),
     ("flat_parameter", "wrong_gather_waits"): (

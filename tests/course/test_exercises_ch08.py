@@ -58,7 +58,7 @@ MESSAGES = {
         "every_tensor_has_a_spec",
         [
             'the shape in specs["model.embed_tokens.weight"]',
-            "  for       mesh pp=1 x dp=1 x cp=1 x tp=2, tied embedding, one key-value head, frozen parameters",
+            "  for       mesh pp=1 x dp=1 x cp=1 x tp=2, tied, one key-value head, frozen parameters, a buffer",
             "  rank      0 of 2",
             "  expected  [20, 16]",
             "  got       [10, 16]",

@@ -20,7 +20,17 @@ def run(answer, world, network, shape, src):
     """Broadcast from `src`; return this rank's tensor and its transfers."""
     tensor = value(world.rank, shape)
     with TransferRecorder(network) as recorder:
-        answer.tree_broadcast(tensor, src, network.group)
+        result = answer.tree_broadcast(tensor, src, network.group)
+    expect("the result of tree_broadcast, which changes the tensor in place", result, None)
+    return tensor, recorder
+
+
+def run_reduce(answer, world, network, shape, dst):
+    """Reduce to `dst`; return this rank's tensor and its transfers."""
+    tensor = value(world.rank, shape)
+    with TransferRecorder(network) as recorder:
+        result = answer.tree_reduce(tensor, dst, network.group)
+    expect("the result of tree_reduce, which changes the tensor in place", result, None)
     return tensor, recorder
 
 
@@ -43,26 +53,28 @@ def from_any_root(answer, world, network):
 @test(points=2, ranks=(3, 4))
 def each_rank_receives_once(answer, world, network):
     """Each rank but the root receives the tensor once, and the root never."""
-    _, recorder = run(answer, world, network, (6,), 1)
-    received = sum(elements for kind, _, elements in recorder.transfers if kind == "recv")
-    expect("elements received", received, 0 if world.rank == 1 else 6)
+    for src in range(world.size):
+        _, recorder = run(answer, world, network, (6,), src)
+        received = recorder.elements_received()
+        expect("elements received", received, 0 if world.rank == src else 6)
 
 
-@test(points=3, ranks=(4, 7))
+@test(points=3, ranks=(4, 5, 7))
 def number_of_rounds_is_minimal(answer, world, network):
     """The number of ranks with the tensor doubles in each round: ceil(log2(ranks)) rounds, one send per rank each."""
-    _, recorder = run(answer, world, network, (3,), 0)
-    transfers_by_rank, reached, rounds = recorder.gather_transfers(), {0: 0}, 0
-    waiting = [0]
-    while waiting:
-        rank = waiting.pop()
-        for number, peer in enumerate(peer for kind, peer, elements in transfers_by_rank[rank] if kind == "send"):
-            if peer not in reached:
-                reached[peer] = reached[rank] + number + 1
-                waiting.append(peer)
-        rounds = max(rounds, reached[rank])
-    expect("ranks that the messages reach from the root", sorted(reached), list(range(world.size)))
-    expect("rounds until the last rank has the tensor", rounds, (world.size - 1).bit_length())
+    for src in range(world.size):
+        _, recorder = run(answer, world, network, (3,), src)
+        transfers_by_rank, reached, rounds = recorder.gather_transfers(), {src: 0}, 0
+        waiting = [src]
+        while waiting:
+            rank = waiting.pop()
+            for number, peer in enumerate(peer for kind, peer, elements in transfers_by_rank[rank] if kind == "send"):
+                if peer not in reached:
+                    reached[peer] = reached[rank] + number + 1
+                    waiting.append(peer)
+            rounds = max(rounds, reached[rank])
+        expect("ranks that the messages reach from the root", sorted(reached), list(range(world.size)))
+        expect("rounds until the last rank has the tensor", rounds, (world.size - 1).bit_length())
 
 
 @test(points=3, ranks=(1, 2, 3, 4))
@@ -70,23 +82,22 @@ def reduces_to_any_root(answer, world, network):
     """tree_reduce: the root ends with the sum of the tensors of all ranks, for every choice of root."""
     for shape in SHAPES:
         for dst in range(world.size):
-            tensor = value(world.rank, shape)
-            with TransferRecorder(network):
-                answer.tree_reduce(tensor, dst, network.group)
+            tensor, _ = run_reduce(answer, world, network, shape, dst)
             if world.rank == dst:
                 expected = sum(value(rank, shape) for rank in range(world.size))
                 expect(f"the tensor of rank {dst} after the reduce to it", tensor, expected)
 
 
-@test(points=2, ranks=(4, 7))
+@test(points=2, ranks=(4, 5, 7))
 def rounds_of_the_reduce(answer, world, network):
     """tree_reduce: each rank but the root sends once, and no rank receives more than ceil(log2(ranks)) tensors."""
-    with TransferRecorder(network) as recorder:
-        answer.tree_reduce(value(world.rank, (3,)), 0, network.group)
-    transfers_by_rank = recorder.gather_transfers()
-    sent = [sum(elements for kind, _, elements in each if kind == "send") for each in transfers_by_rank]
-    expect("elements sent, by rank", sent, [0] + [3] * (world.size - 1))
-    expect("rounds until the root has the sum", _rounds(transfers_by_rank, 0), (world.size - 1).bit_length())
+    for dst in range(world.size):
+        _, recorder = run_reduce(answer, world, network, (3,), dst)
+        transfers_by_rank = recorder.gather_transfers()
+        sent = [sum(elements for kind, _, elements in each if kind == "send") for each in transfers_by_rank]
+        expect("elements sent, by rank", sent, [3 * (rank != dst) for rank in range(world.size)])
+        rounds = _rounds(transfers_by_rank, dst)
+        expect("rounds until the root has the sum", rounds, (world.size - 1).bit_length())
 
 
 def _rounds(transfers_by_rank, rank):

@@ -9,7 +9,7 @@ from exercises.conditions import Declaration, Drawn, Tensors, check_conditions, 
 from exercises.testing import CONDITION_RANKS, expect, test
 from minidist.comm import all_gather_object
 
-SIZES = (7, 2)  # neither is a multiple of 3 or 4; with two elements, some ranks of four have an empty shard
+SIZES = (7, 2, 0)  # no multiples of 3 or 4; with two elements or none, some ranks of four have an empty shard
 
 
 def gradient(rank, step, numel):
@@ -67,6 +67,11 @@ def messages(network, before):
     return [[(r.peer, r.payload_bytes) for r in records if r.name == name] for name in ("send", "recv")]
 
 
+def other_operations(network, before):
+    """The names of this rank's operations besides sends and receives."""
+    return sorted({record.name for record in network.records[before:]} - {"send", "recv"})
+
+
 @test(points=3, ranks=(1, 2, 3, 4))
 def server_updates_by_the_sum(answer, world, network):
     """All ranks end with the server's parameters, updated with the sum of all gradients."""
@@ -78,25 +83,29 @@ def server_updates_by_the_sum(answer, world, network):
 @test(points=2, ranks=(3,))
 def only_the_server_updates(answer, world, network):
     """`update` is called once per step, on the server only, with its parameters and the summed gradient."""
-    _, update = train_central(answer, world, network, 1)
-    calls = all_gather_object(update.calls, network.group)
-    expect("calls of update on each rank in two steps", [len(each) for each in calls], [0, 2, 0])
-    expect("(parameters, gradient) of each call", calls[1], by_hand(3, 7)[0])
+    for server in range(world.size):
+        for numel in SIZES:
+            _, update = train_central(answer, world, network, server, numel)
+            calls = all_gather_object(update.calls, network.group)
+            case = f"central_step, {numel} elements, rank {server} serves"
+            counts = [2 * (rank == server) for rank in range(world.size)]
+            expect("calls of update on each rank in two steps", [len(each) for each in calls], counts, case=case)
+            expect("(parameters, gradient) of each call", calls[server], by_hand(3, numel)[0], case=case)
 
 
 @test(points=3, ranks=(2, 3))
 def one_message_each_way(answer, world, network):
     """A worker sends its gradient once and receives the parameters once; nothing passes between two workers."""
-    before, server = len(network.records), world.size - 1
-    mine = gradient(world.rank, 0, 7)
-    answer.central_step(torch.arange(7.0), mine, Update(), network.group, server)
-    sends, receives = messages(network, before)
-    peers = [server] if world.rank != server else [rank for rank in range(world.size) if rank != server]
-    expect("messages sent: (to rank, bytes)", sorted(sends), [(peer, 28) for peer in peers])
-    expect("messages received: (from rank, bytes)", sorted(receives), [(peer, 28) for peer in peers])
-    others = {record.name for record in network.records[before:]} - {"send", "recv"}
-    expect("operations besides send and recv", sorted(others), [])
-    expect("this rank's gradient, which may be used again", mine, gradient(world.rank, 0, 7))
+    for server in range(world.size):
+        before, mine = len(network.records), gradient(world.rank, 0, 7)
+        answer.central_step(torch.arange(7.0), mine, Update(), network.group, server)
+        sends, receives = messages(network, before)
+        peers = [server] if world.rank != server else [rank for rank in range(world.size) if rank != server]
+        case = f"central_step, 7 elements, rank {server} serves"
+        expect("messages sent: (to rank, bytes)", sorted(sends), [(peer, 28) for peer in peers], case=case)
+        expect("messages received: (from rank, bytes)", sorted(receives), [(peer, 28) for peer in peers], case=case)
+        expect("operations besides send and recv", other_operations(network, before), [], case=case)
+        expect("this rank's gradient, which may be used again", mine, gradient(world.rank, 0, 7), case=case)
 
 
 @test(points=3, ranks=(1, 2, 3, 4))
@@ -131,6 +140,7 @@ def no_link_carries_more_than_another(answer, world, network):
     expected = sorted([(rank, of[rank]) for rank in others] + [(rank, of[world.rank]) for rank in others])
     expect("messages sent: (to rank, bytes)", sorted(sends), expected, case=case)
     expect("messages received: (from rank, bytes)", sorted(receives), expected, case=case)
+    expect("operations besides send and recv", other_operations(network, before), [], case=case)
     expect("this rank's gradient, which may be used again", mine, gradient(world.rank, 0, 7), case=case)
 
 

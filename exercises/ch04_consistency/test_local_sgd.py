@@ -11,7 +11,14 @@ from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.comm import all_gather_object
 
 RATE, NUMEL = 0.125, 5
-WEIGHTS = ((1.0, 1.0, 1.0, 1.0), (0.1, 0.7, 0.3, 2.0), (4096.0, 0.0, 1000.0, 24.0))
+WEIGHTS = (
+    (1.0, 1.0, 1.0, 1.0),
+    (0.1, 0.7, 0.3, 2.0),
+    (4096.0, 0.0, 1000.0, 24.0),
+    (3, 1, 0, 2),
+    (3e-12, 1e-12, 5e-12, 0.0),
+    (2e12, 1e12, 0.0, 7.0),
+)
 
 
 def values(rank, dtype=torch.float64):
@@ -68,15 +75,16 @@ def weight_0_does_not_count(answer, world, network):
 @test(points=3, ranks=(1, 3))
 def all_weights_0_are_an_error(answer, world, network):
     """If all weights are 0, every rank raises ValueError, and no parameter has changed."""
-    parameters = values(world.rank)
-    try:
-        answer.merge_replicas(parameters, 0.0, network.group)
-        raised = "no error"
-    except ValueError:
-        raised = "ValueError"
-    every = all_gather_object(raised, network.group)
-    expect("what each rank raises", every, ["ValueError"] * world.size, case="all weights are 0")
-    expect("the parameters", parameters, values(world.rank), case="all weights are 0")
+    for zero in (0.0, 0):
+        parameters = values(world.rank)
+        try:
+            answer.merge_replicas(parameters, zero, network.group)
+            raised = "no error"
+        except ValueError:
+            raised = "ValueError"
+        every = all_gather_object(raised, network.group)
+        expect("what each rank raises", every, ["ValueError"] * world.size, case=f"all weights are {zero}")
+        expect("the parameters", parameters, values(world.rank), case=f"all weights are {zero}")
     parameters = merge(answer, network.group, values(world.rank), 1.0)
     expect("the parameters after the next merge", parameters, average([1.0] * world.size), tolerance=1e-12)
 
@@ -155,7 +163,8 @@ def run(answer, world, network, rounds, weights):
 def rounds_of_local_steps(answer, world, network):
     """Each replica takes the steps of the round by itself, then all replicas are merged by their weights."""
     weights = [weight_of(rank) for rank in range(world.size)]
-    for rounds in ([range(1)], [range(3)], [range(4), range(4, 6), range(6, 9)], [range(9, 14, 2)]):
+    strides = [range(9, 14, 2), range(8, 2, -3)]
+    for rounds in ([range(1)], [range(3)], [range(4), range(4, 6), range(6, 9)], strides):
         parameters, local_step = run(answer, world, network, rounds, weights)
         case = f"rounds of the steps {', '.join(str(list(steps)) for steps in rounds)}"
         expect("the steps taken", local_step.steps, [step for steps in rounds for step in steps], case=case)
@@ -258,7 +267,7 @@ MERGE = Declaration(
     roundings=9,  # a product and a sum for each of at most seven ranks, then a quotient: half an epsilon each
     more_dtypes=(torch.float64,),  # of the weights
     # The parameters there and back; a few bytes for the weights, which may be summed or gathered.
-    max_bytes=lambda ranks: 2 * (len(ranks) - 1) * (ranks[0]["parameters"].nbytes + max(16, 4 * len(ranks))),
+    max_bytes=lambda ranks: 2 * (len(ranks) - 1) * (ranks[0]["parameters"].nbytes + 8 * max(2, len(ranks))),
 )
 # The last replica has weight 0, and values that are of no use.
 UNUSABLE = replace(

@@ -178,6 +178,7 @@ def counts_between_merges(answer, world, network):
 
     def check(step, merger, masters):
         counts.append(merger.num_tokens.tolist())
+        expect(f"the dtype of num_tokens after step {step}", str(merger.num_tokens.dtype), "torch.float64")
         models.append(merger.num_different_models)
 
     train(answer, world, network, config_of("local", 2), 7, tokens, check)
@@ -193,6 +194,9 @@ def counts_between_merges(answer, world, network):
 @test(points=2, ranks=(1, 2, 3))
 def states_of_the_outer_steps(answer, world, network):
     """outer_states() has the start and the velocity of every master, equal on all replicas; none in mode "local"."""
+    fresh = answer.ReplicaMerger(config_of("diloco", 2), make_masters(), network.group, 4).outer_states()
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    expect("outer_states() before the first step", fresh, {"outer.start": first(), "outer.velocity": zeros})
     _, expected = one_process(world.size, 2, 4, usual_tokens, (0.7, 0.9))
     _, merger, masters = train(answer, world, network, config_of("diloco", 2), 4)
     states = merger.outer_states()
@@ -214,29 +218,33 @@ def states_of_the_outer_steps(answer, world, network):
 @test(points=2, ranks=(2, 3))
 def goes_on_from_a_checkpoint(answer, world, network):
     """A second run whose num_tokens, states and masters are overwritten in place goes on like the first one."""
-    config, saved = config_of("diloco", 3), {}
+    for mode, saved_after in (("diloco", 3), ("diloco", 4), ("local", 3), ("diloco", 5)):
+        config, saved = config_of(mode, 3), {}
 
-    def save(step, merger, masters):
-        if step == 3:  # in the middle of a round
-            saved["tokens"] = merger.num_tokens.clone()
-            states = merger.outer_states().items()
-            saved["states"] = {kind: {n: t.clone() for n, t in tensors.items()} for kind, tensors in states}
-            saved["masters"] = {name: master.detach().clone() for name, master in masters.items()}
+        def save(step, merger, masters, saved=saved, saved_after=saved_after):
+            if step == saved_after:
+                saved["tokens"] = merger.num_tokens.clone()
+                states = merger.outer_states().items()
+                saved["states"] = {kind: {n: t.clone() for n, t in tensors.items()} for kind, tensors in states}
+                saved["masters"] = {name: master.detach().clone() for name, master in masters.items()}
 
-    _, _, whole = train(answer, world, network, config, 6, check=save)
-    masters = make_masters()
-    merger = answer.ReplicaMerger(config, masters, network.group, 6)
-    merger.num_tokens.copy_(saved["tokens"])
-    for name, master in masters.items():
-        master.data.copy_(saved["masters"][name])
-        for kind, tensors in merger.outer_states().items():
-            tensors[name].copy_(saved["states"][kind][name])
-    for step in (4, 5):
-        optimizer_step(masters, world.rank, step)
-        merger.after_step(step, usual_tokens(world.rank, step))
-    for name, master in masters.items():
-        case = "h 3; saved after step 3, loaded into a new ReplicaMerger, steps 4 and 5"
-        expect(f"{name} at the end", master.detach(), whole[name].detach(), case=case, tolerance=1e-12)
+        train(answer, world, network, config, 10, check=save)
+        expected, _ = one_process(world.size, 3, 10, usual_tokens, (0.7, 0.9) if mode == "diloco" else None)
+        masters = make_masters()
+        merger = answer.ReplicaMerger(config, masters, network.group, 10)
+        merger.num_tokens.copy_(saved["tokens"])
+        for name, master in masters.items():
+            master.data.copy_(saved["masters"][name])
+            for kind, tensors in saved["states"].items():
+                if name in tensors:
+                    merger.outer_states()[kind][name].copy_(tensors[name])
+        case = f'mode "{mode}", h 3, 10 steps; saved after step {saved_after}, loaded into a new ReplicaMerger'
+        check = comparison(expected, world.rank, case)
+        for step in range(saved_after + 1, 10):
+            optimizer_step(masters, world.rank, step)
+            returned = merger.after_step(step, usual_tokens(world.rank, step))
+            expect(f"what after_step returns in step {step}", returned, is_due(step, 3, 10), case=case)
+            check(step, merger, masters)
 
 
 @test(points=2, ranks=(2, 3))

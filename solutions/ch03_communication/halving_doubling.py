@@ -22,6 +22,7 @@ Usual wrong answers:
 * the surplus ranks keep their own tensors
 * one exchange only, over two ranks of four
 * the library's all-reduce
+* returns the tensor as well, so that its caller may take it for a new one
 * a ring over the active ranks: as few bytes, but more rounds
 * the surplus ranks get the result, but nobody adds their tensors
 * `reshape` copies a tensor that is not contiguous, and the result is lost

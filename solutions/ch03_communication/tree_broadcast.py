@@ -8,6 +8,7 @@ Places are relative to the root, so any rank can be the root. If the number of r
 have no partner in the last round: their place plus the distance is not below size.
 
 Usual wrong answers:
+* returns the tensor as well, so that its caller may take it for a new one
 * each rank sends the tensor to the next: size - 1 rounds
 * the package's own tree
 * the same numbers, whatever the root's tensor

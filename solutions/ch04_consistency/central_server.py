@@ -12,10 +12,12 @@ both cases: all gradients belong to the same parameters, and one update uses the
 
 Usual wrong answers:
 * one server for all shards: right parameters, but rank 0 updates everything
+* all-reduces a number to wait for all updates, although the messages wait by themselves
 * the server sends its parameters first, while the workers send their gradients: both wait for ever
 * the package's own
 * cuts by chunk, whose last shards are shorter: other ranks serve the elements, and sometimes a shard is missing
 * the same parameters in every step
+* does not call update if there are no elements
 * sends the summed gradient back, and every rank updates: each needs the optimizer's states
 * overwrites the sum by each gradient that arrives
 * divides by the number of ranks, although the weights are in the gradients

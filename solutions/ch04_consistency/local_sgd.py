@@ -49,9 +49,11 @@ Usual wrong answers:
 * sums weight * parameters and divides the sum: in float16 the product overflows if the weight is a token count
 * a replica of weight 0 takes no steps, and so does not read the data that it must skip
 * returns the mean, and leaves the parameters as they are
+* takes a small sum of the weights for 0
 * returns the mean square, without the root
 * sums the squares in float32: small differences vanish beside large ones
 * numbers the steps of every round from 0: the same batches in each round
+* takes the steps of a range that counts down in ascending order
 * takes every number between the first and the last step, also if the range has a stride
 * does not divide by the number of replicas
 * sends its weight in the dtype of the parameters, to save a message

@@ -18,7 +18,9 @@ Usual wrong answers:
 * the count is a new tensor in every step, which shares nothing with the one that a checkpoint has overwritten
 * sums the count itself over the replicas, so that all of them have the same weight
 * merges when step, and not step + 1, is a multiple of h: in the very first step, and one step too late afterwards
+* counts its own steps since the last merge, so that after a checkpoint it merges in other steps
 * averages the masters in mode diloco as well
+* begins a round with a new count, in float32
 * merges every h steps only: the replicas differ at the end, and one of them is saved as the model
 * merges flattened copies, which are dropped
 * returns True although there was nothing to merge

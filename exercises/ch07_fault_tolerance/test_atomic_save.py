@@ -34,6 +34,10 @@ def shards_of(rank, size, saving=None):
     saving: how many ranks save something; the others hold replicas of the first tensor only.
     """
     shards, saving = [], saving or size
+    if rank == 0:
+        shards.append(
+            Shard("params/b", (11,), Box((4,), (4,)), torch.empty(0, dtype=torch.float64), is_saved_here=True)
+        )
     if rank >= saving:
         whole = Box.whole((7, 5))
         return [Shard("params/w", (7, 5), whole, TENSORS["params/w"].clone(), is_saved_here=False)]
@@ -74,10 +78,13 @@ class DiskWithBrokenRoot(RecordedDisk):
         super().sync(name)
 
 
-def record(answer, world, group, name, files=EARLIER, failing=(), saving=None, kind=RecordedDisk):
-    """Save on all ranks of the group: what was returned or raised, and the changes of their disks in one order."""
+def record(answer, world, group, name, files=EARLIER, failing=(), saving=None, kind=RecordedDisk, extra=None):
+    """Save on all ranks of the group: what was returned or raised, and the changes of their disks in one order.
+
+    extra: more of the state.
+    """
     disk = kind(files, Clock(world, f"{name} {group.ranks}"), failing)
-    state = {"step": 7, "rank": group.rank}
+    state = {"step": 7, "rank": group.rank, **(extra or {})}
     with recorded_files(answer):
         try:
             got = str(answer.save(disk.root, 7, shards_of(group.rank, group.size, saving), state, group))
@@ -112,6 +119,8 @@ def saves_every_element_once(answer, world, network):
         for rank in range(saving or group.size):
             file = f"rank-{rank:05d}.safetensors"
             expect(f"whether the folder has {file}", f"{NEW}/{file}" in files, True, case=case)
+        made = [arguments[0] for name, arguments in changes if name == "mkdir" and arguments[0] == f"{NEW}.partial"]
+        expect(f"how often {NEW}.partial is made, by all ranks together", len(made), 1, case=case)
         for _, (name, *_) in changes:
             if name.startswith(OLD):
                 raise Wrong("wrong", f"the earlier checkpoint must not be touched: {name} is changed", case=case)
@@ -167,6 +176,7 @@ def no_index_no_checkpoint(answer, world, network):
         case = f"the {operation} of {INDEX} raises OSError on rank 0"
         expect("what save does on this rank", got, RunError, case=case)
         expect("renames", [arguments for name, arguments in changes if name == "rename"], [], case=case)
+    expect_no_checkpoint(answer, world, network)
     got, changes = record(answer, world, network.group, "root", kind=DiskWithBrokenRoot)
     case = 'the sync of the root, "", raises OSError'
     expect("what save does on this rank", got, RunError, case=case)
@@ -174,6 +184,24 @@ def no_index_no_checkpoint(answer, world, network):
         found = describe_checkpoint(files, folders, NEW, TENSORS)
         if found not in ("whole", "absent"):
             raise Wrong("wrong", "the checkpoint", "whole or absent", found, case=f"{case}; {lost}")
+
+
+def expect_no_checkpoint(answer, world, network):
+    """All ranks must raise RunError, and no checkpoint may appear, if anything else fails on rank 0."""
+    left = {f"{NEW}.partial/rank-00009.safetensors": b"old"}
+    cases = {
+        f"the mkdir of {NEW}.partial raises OSError on rank 0": ([("mkdir", ".partial")], None),
+        f"the sync of {NEW}.partial raises OSError on rank 0": ([("sync", ".partial")], None),
+        f"the rename of {NEW}.partial raises OSError on rank 0": ([("rename", ".partial")], None),
+        f"a file in {NEW}.partial cannot be removed: OSError on rank 0": ([("remove", "")], None),
+        "the state has a set, which JSON does not have: format_index raises TypeError on rank 0": ([], {"set": {1}}),
+    }
+    for case, (failing, extra) in cases.items():
+        failing = failing if world.rank == 0 else []
+        got, changes = record(answer, world, network.group, case, EARLIER | left, failing, extra=extra)
+        expect("what save does on this rank", got, RunError, case=case)
+        renamed = [arguments for name, arguments in changes if name == "rename" and arguments[1] == NEW]
+        expect(f"renames to {NEW}", renamed, [], case=case)
 
 
 @test(points=2, ranks=(1, 2))
@@ -202,8 +230,9 @@ def same_step_again(answer, world, network):
     left = []
     got, changes = record(answer, world, network.group, "again", files=before)
     expect("the folder that save returns", got, f"/recorded/{NEW}")
-    [(_, files, folders), *_] = crash_states(before, changes)
-    expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole")
+    for lost, files, folders in crash_states(before, changes):
+        case = f"a crash after save has returned; {lost}"
+        expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole", case=case)
     for count in range(len(changes) + 1):
         for lost, files, folders in crash_states(before, changes[:count]):
             found = describe_checkpoint(files, folders, NEW, TENSORS)

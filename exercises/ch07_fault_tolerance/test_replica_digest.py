@@ -1,6 +1,7 @@
 """Tests of replica_digest: the test changes one bit on a rank, and knows where."""
 
 import hashlib
+import itertools
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from exercises.testing import CONDITION_RANKS, Wrong, expect, test
 from minidist.comm import all_gather_object
 
 NAMES = ("weight", "bias", "half", "count", "mask", "step", "trained", "every second", "empty")
+OTHER_DTYPES = ("float16", "float8_e4m3fn", "float8_e5m2", "complex64", "int8", "uint8", "int16", "int32")
 
 
 def replica():
@@ -48,13 +50,22 @@ def named(size, ranks):
 @test(points=3)
 def digest_of_the_bits(answer, world, network):
     """A digest is the first 8 bytes of the SHA-256 of the elements' bytes, in row-major order, of any dtype."""
-    for name, tensor in replica().items():
+    tensors = replica() | {name: torch.arange(4).to(getattr(torch, name)) for name in OTHER_DTYPES}
+    tensors |= {
+        "one number": torch.tensor(1.5).bfloat16(),
+        "permuted": torch.arange(24).reshape(2, 3, 4).permute(1, 2, 0),
+    }
+    tensors["a row, expanded"] = torch.arange(3.0).expand(2, 3)
+    for name, tensor in tensors.items():
         elements = tensor.detach().flatten().tolist()
         content = b"".join(torch.tensor([x], dtype=tensor.dtype).view(torch.uint8).numpy().tobytes() for x in elements)
         got, before = answer.tensor_digest(tensor), tensor.detach().clone()
         case = f"{name}: {tensor.dtype}, shape {tuple(tensor.shape)}"
         expect("tensor_digest", got, hashlib.sha256(content).digest()[:8], case=case)
         expect("the tensor afterwards", tensor.detach(), before, case=case)
+    tensor = torch.arange(40_000)
+    content, case = tensor.numpy().tobytes(), "40,000 elements of int64"
+    expect("tensor_digest", answer.tensor_digest(tensor), hashlib.sha256(content).digest()[:8], case=case)
 
 
 @test(points=2, ranks=(1, 2, 3))
@@ -122,6 +133,24 @@ def majority_or_everyone(answer, world, network):
     if world.size == 3:
         got = differing(answer, network, {"value": torch.ones(2) * (world.rank == 0)})
         expect("the result", got, {"value": [0]}, case="rank 0 differs from the others")
+    every_assignment(answer, world, network)
+
+
+def every_assignment(answer, world, network):
+    """Compare a tensor for each way in which the ranks can have one of three values, or lack it."""
+    tensors, wanted = {}, {}
+    for values in itertools.product((0, 1, 2, None), repeat=world.size):
+        if 2 * values.count(None) > world.size:
+            continue  # more than half lack it: nothing is said about that
+        name = "values " + ", ".join("none" if value is None else str(value) for value in values)
+        if values[world.rank] is not None:
+            tensors[name] = torch.tensor(values[world.rank])
+        usual = [value for value in (0, 1, 2) if 2 * values.count(value) > world.size]
+        if len(set(values)) > 1:
+            wanted[name] = [rank for rank, value in enumerate(values) if [value] != usual]
+    got = differing(answer, network, tensors)
+    for name in {**wanted, **got}:
+        expect("the ranks named", got.get(name), wanted.get(name), case=f"{name} on the ranks 0 to {world.size - 1}")
 
 
 @test(points=2, ranks=(3,))

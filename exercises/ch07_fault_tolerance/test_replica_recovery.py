@@ -20,7 +20,10 @@ TOLERANCE = 1e-5  # float32 sums over another number of ranks
 # What each rank has: mesh and configuration.
 LAYOUTS = {
     1: {"one rank": {}},
-    2: {"data parallelism, SGD with momentum": MOMENTUM, "data parallelism, fp16": FP16},
+    2: {
+        "data parallelism, SGD with momentum, fp64": MOMENTUM | {"precision__policy": "fp64"},
+        "data parallelism, fp16": FP16,
+    },
     3: {"data parallelism": {}},
     4: {
         "data and tensor parallelism": {"mesh": MeshConfig(dp=2, tp=2)},
@@ -84,8 +87,11 @@ def new_rank_gets_the_state(answer, world, network):
             elif world.rank == 0:
                 reverse_optimizer_states(old)
             case = f"{layout}; rank {lost} of {world.size} is new, the optimizer states of rank 0 are in reverse order"
+            before = tensors_of(old)
             expect_recovered(answer, new, None if world.rank == lost else old, [lost], case)
             expect_same_state(new, old, case)
+            for name, tensor in before.items():
+                expect(f"the {name} of the earlier trainer", tensors_of(old)[name], tensor, case=case)
             new.step()
             old.step()
             expect_same_state(new, old, f"{case}; a step later")
@@ -123,6 +129,9 @@ def lost_shard_is_refused(answer, world, network):
         for case, changes in cases.items():
             old, new = make_trainer(world, folder, 1, **changes), make_trainer(world, folder, **changes)
             expect_refused(answer, new, None if world.rank == 1 else old, f"{case}; rank 1 of 2 has lost its state")
+        behind, further = (make_trainer(world, folder, steps, zero__stage=1) for steps in (0, 1))
+        own, case = further if world.rank == 0 else behind, "ZeRO stage 1; rank 1 of 2 is one step behind"
+        expect_refused(answer, own, own, case)
         trainer = make_trainer(world, folder, 1)
         expect_refused(answer, trainer, None, "data parallelism; both ranks have lost their states")
 

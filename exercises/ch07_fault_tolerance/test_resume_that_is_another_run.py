@@ -24,16 +24,16 @@ def model_of(seed):
     return model
 
 
-def one_process(steps, seed=SEED):
+def one_process(steps, batch_size=BATCH, seed=SEED):
     """The losses and the last parameters of the run without a stop, from rank 0's values."""
     (inputs, targets), model = data(), model_of(0).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, eps=1e-3, foreach=False)
-    losses, per_epoch = [], SAMPLES // BATCH
+    losses, per_epoch = [], SAMPLES // batch_size
     for step in range(steps):
         generator = torch.Generator().manual_seed(seed + step // per_epoch)
         order = torch.randperm(SAMPLES, generator=generator)
-        batch = order[step % per_epoch * BATCH :][:BATCH]
-        loss = (model(inputs[batch].double()) - targets[batch]).square().sum() / BATCH
+        batch = order[step % per_epoch * batch_size :][:batch_size]
+        loss = (model(inputs[batch].double()) - targets[batch]).square().sum() / batch_size
         optimizer.zero_grad()
         loss.backward()
         optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (step + 1) / 4)
@@ -42,16 +42,16 @@ def one_process(steps, seed=SEED):
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-def train(answer, run, model, steps, checkpoint=None):
+def train(answer, run, model, steps, checkpoint=None, batch_size=BATCH, seed=SEED):
     main = answer.main if checkpoint is None else load_again(answer).main  # new processes resume
-    result = run(main, *data(), model, steps, checkpoint, BATCH, SEED)
+    result = run(main, *data(), model, steps, checkpoint, batch_size, seed)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], bytes):
         raise Wrong("type", "main must return a checkpoint and the losses", "(bytes, list)", show(result))
     return result[0], list(result[1])
 
 
-def compare(losses, model, steps, first, case):
-    expected, parameters = one_process(steps)
+def compare(losses, model, steps, first, case, batch_size=BATCH, seed=SEED):
+    expected, parameters = one_process(steps, batch_size, seed)
     expect(f"the losses from step {first + 1} on", losses, expected[first:], tolerance=TOLERANCE, case=case)
     for number, (got, wanted) in enumerate(zip(model.parameters(), parameters, strict=True)):
         expect(f"parameter {number} after step {steps}", got.detach(), wanted, tolerance=TOLERANCE, case=case)
@@ -73,6 +73,12 @@ def resumed_run_is_the_same_run(answer, world, run):
         model = model_of(100 + world.rank)
         _, losses = train(answer, run, model, 14, checkpoint)
         compare(losses, model, 14, stop, f"stopped after step {stop}, resumed until step 14")
+    for stop, batch_size, seed in ((4, 7, 8), (9, 6, 0)):
+        checkpoint, _ = train(answer, run, model_of(world.rank), stop, None, batch_size, seed)
+        model = model_of(100 + world.rank)
+        _, losses = train(answer, run, model, 10, checkpoint, batch_size, seed)
+        case = f"batch_size {batch_size}, seed {seed}, stopped after step {stop}, resumed until step 10"
+        compare(losses, model, 10, stop, case, batch_size, seed)
 
 
 @test(points=3, ranks=(1, 2))

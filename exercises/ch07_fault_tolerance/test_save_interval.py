@@ -14,6 +14,8 @@ CASES = {
     "saves as long as the time between failures": (100.0, 100.0, 10.0),
     "saves longer than that": (60.0, 150.0, 5.0),
     "a long restart": (2000.0, 20.0, 3000.0),
+    "all numbers are milliseconds or less": (0.005, 0.0001, 0.002),
+    "all numbers are days or more": (900 * YEAR, 2 * DAY, 30 * DAY),
 }
 
 
@@ -60,11 +62,9 @@ def expected_time_without_restart(answer):
 @test(points=3)
 def failures_while_restarting(answer):
     """Each failure costs a restart, which may fail as well."""
-    for interval, mtbf, save, restart in (
-        (800.0, 10800.0, 30.0, 60.0),
-        (30.0, 100.0, 2.0, 80.0),
-        (9.0, 50.0, 1.0, 1.0),
-    ):
+    rows = [(800.0, 10800.0, 30.0, 60.0), (30.0, 100.0, 2.0, 80.0), (9.0, 50.0, 1.0, 1.0)]
+    rows += [(part * mtbf, mtbf, save, restart) for mtbf, save, restart in CASES.values() for part in (0.001, 0.3, 2.5)]
+    for interval, mtbf, save, restart in rows:
         got = answer.expected_time_s(interval, mtbf, save, restart)
         close("the expected time", got, reference(interval, mtbf, save, restart), 5, "")
 

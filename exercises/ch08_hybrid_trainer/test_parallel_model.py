@@ -9,6 +9,7 @@ from minidist.simple.engine import Engine
 from minidist.simple.mixed_precision import LossScaler
 from minidist.simple.parallelize import EMBEDDING
 
+BUFFER = "model.scale"  # which the test adds
 TIED = {"model__tie_embeddings": True}
 ONE_HEAD = {"model__num_kv_heads": 1}
 # By world size: the name of a layout, its mesh, and its other options.
@@ -76,15 +77,21 @@ def every_tensor_has_a_spec(answer, world, network):
     """The specs name all of this rank's tensors: the box of the unsplit tensor, and the ranks that have this box."""
     for mesh in ({1: [{}], 2: [{"dp": 2}, {"pp": 2}, {"tp": 2}], 4: [{"pp": 2, "tp": 2}]})[world.size]:
         config = make_config(mesh, **TIED, **ONE_HEAD)
-        parallel, groups = build(answer, world, config, FROZEN)
-        case = f"{Mesh(**mesh)}, tied embedding, one key-value head, frozen parameters"
-        full = dict(make_model(config, 0).named_parameters())
+        groups = make_groups(world, config)
+        model, full = make_model(config, world.rank, FROZEN), dict(make_model(config, 0).named_parameters())
+        model.model.register_buffer(BUFFER.rpartition(".")[2], torch.ones(2, 3) * world.rank)
+        full[BUFFER] = torch.zeros(2, 3)
+        parallel = answer.parallelize(model, groups, config)
+        case = f"{Mesh(**mesh)}, tied, one key-value head, frozen parameters, a buffer"
         stages = {stage: names_of_stage(full, stage, groups.mesh.pp) for stage in range(groups.mesh.pp)}
         coords = groups.mesh.coords(world.rank)
         own = stages[coords["pp"]]
         expect("layers", list(parallel.layers), layers_of(coords["pp"], groups.mesh.pp), case=case)
         expect("the names in specs", sorted(parallel.specs), own, case=case)
-        trained = [name for name in own if name not in FROZEN]
+        expect(
+            "the buffer", dict(parallel.model.named_buffers())[BUFFER], full[BUFFER], case=f"{case}: zeros on rank 0"
+        )
+        trained = [name for name in own if name not in (*FROZEN, BUFFER)]
         expect("the names in master_specs", sorted(parallel.master_specs), trained, case=case)
         for name in own:
             specs = {"specs": parallel.specs[name], "master_specs": parallel.master_specs.get(name)}
@@ -114,7 +121,7 @@ def names_of_stage(full, stage, num_stages):
     return sorted(
         name
         for name in full
-        if name == "model.embed_tokens.weight"
+        if name in (EMBEDDING, BUFFER)
         or (name == "model.norm.weight" and is_last)
         or any(name.startswith(layer) for layer in layers)
     )

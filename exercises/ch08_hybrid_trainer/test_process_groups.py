@@ -1,6 +1,7 @@
 """Tests of process_groups: the reference asks for each pair of ranks whether they belong to one group."""
 
 import itertools
+import math
 
 from exercises.interpreters import interpreter
 from exercises.testing import Wrong, expect, show, test
@@ -52,15 +53,20 @@ def expected_groups(sizes, kv_heads, tied, replicas):
     return {name: sorted(map(tuple, groups.values())) for name, groups in found.items()}
 
 
-def check_layout(answer, pp=1, dp=1, cp=1, tp=1, kv_heads=24, tied=False, replicas=1, mode="local"):
-    """Compare names and groups of one layout with the reference. replicas: 0 if each dp coordinate is a replica."""
+def check_layout(
+    answer, pp=1, dp=1, cp=1, tp=1, kv_heads=24, tied=False, replicas=1, mode="local", unmerged="synchronous"
+):
+    """Compare names and groups of one layout with the reference.
+
+    replicas: 0 if each dp coordinate is a replica. mode: of replicas; unmerged: the mode without replicas.
+    """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    merging = ConsistencyConfig(mode=mode, replicas=replicas or None) if replicas != 1 else ConsistencyConfig()
+    merging = ConsistencyConfig(mode=mode, replicas=replicas or None) if replicas != 1 else ConsistencyConfig(unmerged)
     model = ModelConfig(num_heads=24, num_kv_heads=kv_heads, tie_embeddings=tied)
     mesh = Mesh(**sizes)
     case = f"mesh {' x '.join(f'{axis} {size}' for axis, size in sizes.items() if size > 1) or 'of one rank'}"
     case += f", {kv_heads} key-value heads" * (kv_heads < 24) + ", tied embeddings" * tied
-    case += f", {mode}, {replicas or dp} replicas" * (replicas != 1)
+    case += f", {mode}, {replicas or dp} replicas" if replicas != 1 else f", {unmerged}" * (unmerged != "synchronous")
     config = Config(model=model, consistency=merging)
     specs = answer.group_specs(mesh, config)
     if type(specs) is not list or any(type(spec) is not GroupSpec for spec in specs):
@@ -87,9 +93,12 @@ def one_axis(answer):
 
 @test(points=5)
 def several_axes(answer):
-    """Meshes with two to four axes, also of sizes that are no powers of two."""
+    """Meshes with two to four axes, also of sizes that are no powers of two, and with all kinds of groups at once."""
     for sizes in itertools.product((1, 2, 3), repeat=4):
-        check_layout(answer, **dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)))
+        layout = dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True))
+        check_layout(answer, **layout)
+        if math.prod(sizes) <= 24:
+            check_layout(answer, **layout, kv_heads=1, tied=True, replicas=0)
 
 
 @test(points=3)
@@ -128,7 +137,9 @@ def tied_embeddings(answer):
 @test(points=5)
 def separate_replicas(answer):
     """Replicas that train separately: "grads" within one, "replica" its ranks, "outer" the ranks that merge."""
-    for mode in ("local", "diloco"):
+    for mode in ("central", "asynchronous", "stale"):
+        check_layout(answer, dp=4, unmerged=mode)  # num_replicas is 1
+    for mode in ("local", "diloco", "gossip"):
         for dp in (1, 2, 3, 4):
             check_layout(answer, dp=dp, replicas=0, mode=mode)
         check_layout(answer, dp=4, replicas=2, mode=mode)

@@ -39,6 +39,8 @@ def tensors_of_layout(mesh, kv_heads, tied):
         name, stage = f"model.layers.{layer}", {min(layer, last)}
         shared = min(kv_heads, tp)
         found[f"{name}.self_attn.q_proj.weight"] = ((2 * tp, 2 * tp), 0, tp, stage)
+        found[f"{name}.self_attn.q_proj.bias"] = ((2 * tp,), 0, tp, stage)
+        found[f"{name}.self_attn.k_proj.bias"] = ((2 * kv_heads,), 0, shared, stage)
         found[f"{name}.self_attn.k_proj.weight"] = ((2 * kv_heads, 5), 0, shared, stage)
         found[f"{name}.mlp.down_proj.weight"] = ((3, 5 * tp), 1, tp, stage)
         found[f"{name}.mlp.mask"] = ((2, 3, 2 * tp), 2, tp, stage)
@@ -206,7 +208,7 @@ def one_exchange_of_names(answer, world, network):
 
     many, _ = count(lambda: check_layout(answer, world, network, pp=3))
     few, small = count(describe_linear(world.rank + 1))
-    expect("the collectives of one call", few, many, case="two tensors on each rank, compared with up to thirteen")
+    expect("the collectives of one call", few, many, case="two tensors on each rank, compared with up to seventeen")
     _, large = count(describe_linear(5000))
     case = "a tensor of 40,000 bytes instead of one of at most 24"
     expect("whether this rank exchanges over 1,000 bytes more", large - small > 1000, False, case=case)

@@ -31,12 +31,13 @@ UNEVEN = {"data__shares": (2.5, 1.0), "data__weights": (1.0, 0.5)}
 class Events:
     """An observer that notes all events, with the number of the step; `losses` are those of the steps.
 
-    models: the step and the number of models of each evaluation. disk_calls: the number of calls in `DISK` at each
-    `on_checkpoint`. ended: the arguments of `on_end`. dies_after: the number of the step after which the run is killed.
+    models: the step and the number of models of each evaluation; evaluated: the losses. disk_calls: the number of calls
+    in `DISK` at each `on_checkpoint`. ended: the arguments of `on_end`. dies_after: the number of the step after which
+    the run is killed.
     """
 
     def __init__(self):
-        self.noted, self.losses, self.models, self.trainer = [], [], [], None
+        self.noted, self.losses, self.models, self.evaluated, self.trainer = [], [], [], [], None
         self.disk_calls, self.ended, self.dies_after = [], (), None
 
     def on_step(self, trainer, decision):
@@ -49,6 +50,7 @@ class Events:
     def on_evaluation(self, step, loss, num_models):
         self.noted.append("evaluation")
         self.models.append((step, num_models))
+        self.evaluated.append(loss)
 
     def on_checkpoint(self, path):
         self.noted.append(f"save of {path.name}")
@@ -186,6 +188,10 @@ def prescribe(trainer, decisions=None, stops=()):
     return given
 
 
+def number_of_steps(events):
+    return sum(event.startswith("step ") for event in events)
+
+
 @test(points=5, ranks=(1, 2))
 def everything_in_its_order(answer, world, network):
     """Steps, digests, evaluations and saves follow each other as the options say, and so does a stop."""
@@ -219,10 +225,11 @@ def everything_in_its_order(answer, world, network):
             expect("whether on_step gets the trainer", events.trainer is trainer, True, case=case)
             is_right = events.ended[0] is trainer and events.ended[1] == summary
             expect("whether on_end gets the trainer and the summary", is_right, True, case=case)
-            models = [number for _, number in events.models]
-            expect("the numbers of models of the evaluations", models, [1] * len(models), case=case)
+            models = [(number_of_steps(wanted[:at]), 1) for at, event in enumerate(wanted) if event == evaluate]
+            expect("the steps and numbers of models of the evaluations", events.models, models, case=case)
+            expect("the losses that on_evaluation gets", events.evaluated, [1.5] * len(models), case=case)
             done = wanted.count("evaluation") and wanted[-2] == "evaluation"
-            completed = sum(event.startswith("step ") for event in wanted)
+            completed = number_of_steps(wanted)
             expected = {"step": completed, "stopped": completed < steps, "folder": str(folder / name)}
             expected |= {"held_out_loss": 1.5} if done else {}
             expect("the summary", summary, expected, case=case)
@@ -237,6 +244,11 @@ def everything_in_its_order(answer, world, network):
             expect(
                 "the number of these calls before each on_checkpoint", counts, due, case=f"{case}; rank {world.rank}"
             )
+            if not summary["stopped"]:
+                events.noted.clear()
+                expect("the summary", trainer.run(), summary, case=f"{case}; run is called again, after the last step")
+                told = ["last step", evaluate, "end"]
+                expect("the events", events.noted, told, case=f"{case}; run is called again, after the last step")
         kept = sorted(path.name for path in (folder / "run 7 3 None" / "checkpoints").iterdir())
         expect("the checkpoints that are left", kept, ["step-00000006", "step-00000007"], case="checkpoint.keep 2")
 

@@ -95,9 +95,17 @@ def step_without_tokens(answer, world, network):
     run = make_run(answer, world, config, Shards.of(config, world.size, silent=(1,)))
     one, case = OneProcess(run.shards), "no label counts in step 1"
     run.expect_step(one, 0, case)
-    before = run.tensors()
+    before, forwards = run.tensors(), []
+    handle = run.parallel.model.register_forward_hook(lambda *_: forwards.append("forward"))
     run.expect_step(one, 1, case)
     expect_unchanged(run, before, f"{case}; step 1")
+    last = world.size - 1
+    decision = run.step(1, RATES[1], stop_requested=world.rank == last)
+    told = f"{case}; step 1 once more, in which rank {last} asks for the end"
+    expect("stop_requested", decision.stop_requested, True, case=told)
+    expect_unchanged(run, before, told)
+    handle.remove()
+    expect("the forwards of the model in a step without tokens", len(forwards), 0, case=case)
     run.expect_step(one, 2, case)
     if world.size == 2:
         run = make_run(answer, world, config, Shards(config, (0, 5), (1.0, 2.0)))
@@ -214,10 +222,8 @@ def replicas_merge(answer, world, network):
     """Replicas that train separately merge by the tokens of their updates; a skipped update does not count."""
     changes = {"consistency__mode": "local", "consistency__h": 2, "train__steps": 4}
     config = make_config({"dp": 2}, precision__policy="bf16", **changes)
-    run, case = (
-        make_run(answer, world, config),
-        "local SGD in bf16, a merge every 2 steps; rank 0 overflows in steps 1, 2",
-    )
+    run = make_run(answer, world, config, Shards.of(config, 2, silent=(3,)))
+    case = "local SGD in bf16, a merge every 2 steps; rank 0 overflows in steps 1, 2; step 3 has no tokens"
     given = note_merges(run.engine.merger)
     for step in range(4):
         is_bad = step in (1, 2) and world.rank == 0
@@ -226,7 +232,7 @@ def replicas_merge(answer, world, network):
         decision = run.step(step, RATES[0])
         run.spoil = lambda: None
         told = f"{case}; step {step}"
-        expect("update_successful", decision.update_successful, not is_bad, case=told)
+        expect("update_successful", decision.update_successful, not is_bad and step < 3, case=told)
         tokens = sum(batch.num_loss_tokens for batch in run.shards.micro_batches(step, run.dp_rank))
         tokens *= 0.0 if is_bad else run.shards.weights[run.dp_rank]
         expect("the steps and tokens that the merger was told", given, [(step, tokens)], case=told)

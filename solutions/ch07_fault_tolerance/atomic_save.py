@@ -26,11 +26,14 @@ Usual wrong answers:
 * does not sync the index
 * ignores the error of the last sync: returns although a crash may lose the checkpoint
 * leaves the files of an earlier attempt where they are
+* every rank makes the partial folder
 * saves the state of the last rank
+* rank 0 makes the partial folder before any exchange of outcomes: if that fails, it raises OSError alone
 * the other ranks do not learn that rank 0 has failed
 * every rank removes and makes the partial folder, while another one does the same
 * returns before the rename is on disk
 * renames, and then writes the index
+* does not sync the root if the step was saved before: after a crash neither of the two checkpoints may be left
 * saves all shards, also those that another rank saves
 * syncs the root before the rename, which is then not on disk
 * deletes the earlier folder of the step under its complete name: after a crash, half of its files look complete

@@ -10,11 +10,14 @@ all ranks come to the same result without another message.
 
 Usual wrong answers:
 * compares all ranks that have a tensor of the name, also those with another part of it
+* hashes the first 64 KiB of a tensor: differences behind them are not found
 * the package's own
 * names rank 3 only, in every tensor that differs
 * the first 8 bytes of the tensor instead of a digest of all its bytes
 * takes the positions in the group for global ranks
 * takes half of the ranks for a majority
+* asks for a majority of the ranks that have the tensor, not of all that must have it: with two of four it names the
+  other two
 * hashes the memory as it lies: equal tensors of which one is transposed seem to differ
 * takes the most frequent value as right, even if only half of the ranks have it
 * adds 0 first, which turns -0.0 into 0.0: compares numbers and not bits

@@ -24,8 +24,10 @@ Usual wrong answers:
 * does not ask whether every shard has a healthy replica
 * does not copy the masters to the 16-bit parameters
 * sends the parameters and no moments
+* asks only whether a shard is on a rank with a source: a rank that is one step behind has it, and nothing to send
 * a healthy rank with a new trainer keeps its initial values
 * changes progress and optimizer states before it knows that every shard has a healthy replica
+* sends everything as float32: masters and states in float64 lose their last bits
 * sends to healthy replicas, too
 * pairs the shards in the order of each trainer's optimizer states, which may differ
 * sorts the shards by the parameter only: its master and optimizer states come in the order of each trainer

@@ -10,6 +10,7 @@ as long as the time between failures, only the exact model is right. expm1 keeps
 shorter than M.
 
 Usual wrong answers:
+* never searches beyond a day, which is too short where the numbers are years
 * exp(x) - 1, which has no correct digit left for tiny x
 * the package's own
 * the same number, whatever is asked

@@ -39,6 +39,7 @@ Usual wrong answers:
 * gives the optimizer the 16-bit parameters
 * scales the loss with bf16, too
 * reads the shapes of the shards: the specs say that each rank has whole tensors
+* reads the shapes of the parameters and not of the buffers
 * describes ZeRO's masters as full parameters
 * takes the rank modulo pp for the stage
 * gives the reducer both parts of the tied gradient without their sum

@@ -15,6 +15,7 @@ different parameters, and the loss still falls.
 
 Usual wrong answers:
 * declares tied without asking whether the embeddings are tied
+* asks for the modes local and diloco instead of the number of replicas: gossip has replicas as well
 * the package's own
 * declares grads and tensor on every mesh
 * sums gradients across the border of replicas: they never differ

@@ -46,6 +46,7 @@ Usual wrong answers:
 * takes boxes of this rank's part for boxes of the global tensor
 * gathers the tensors with their names: every rank receives the whole model of every other one
 * lists the replicas in the order in which it finds them: ranks would choose other owners
+* takes every vector for a full one; biases of sharded rows are sharded, too
 * forgets the context-parallel ranks
 * describes nothing
 """

@@ -40,6 +40,7 @@ Usual wrong answers:
 * saves nothing after the last step
 * evaluates all samples in one batch
 * gives every rank all samples: right, but in micro-batches that are too large
+* takes a step before it looks: a run that is complete goes beyond its last step
 * ends the run at the first overflow
 * ends where this rank asks: the others wait for it
 * counts this rank's samples only
@@ -59,6 +60,7 @@ Usual wrong answers:
 * takes a step that was skipped again, with the same samples
 * calls a run stopped that has done all its steps
 * takes the list of the answers for the answer: a list is true
+* gives on_evaluation the number of samples instead of the loss
 * reports the number of data shards as the number of models
 * divides by the number of data shards without weights: right losses, and a wrong count of tokens
 * gives all data the weight 1

@@ -19,6 +19,7 @@ Usual wrong answers:
 * has the dropout masks of step 0 in every step
 * the package's own
 * clips by this rank's part of the norm
+* runs forward and backward although no token counts
 * reports the loss 3 for every batch
 * counts before context parallelism cuts the sequences: every token counts once per rank
 * divides by the number of micro-batches, too
@@ -45,6 +46,7 @@ Usual wrong answers:
 * counts replicated elements once for each rank that has them
 * divides ZeRO's shards by the number of ranks with the parameter
 * tells the others nothing of a request to stop
+* returns at once if no token counts: a request to stop in this step is lost, and the merger does not hear of the step
 * does not gather ZeRO's root
 * leaves the loss scale in the gradients
 * removes the scale after the decision, which has changed it

@@ -58,7 +58,7 @@ MESSAGES = {
         "every_tensor_has_a_spec",
         [
             'the shape in specs["model.embed_tokens.weight"]',
-            "  for       mesh pp=1 x dp=1 x cp=1 x tp=2, tied embedding, one key-value head, frozen parameters",
+            "  for       mesh pp=1 x dp=1 x cp=1 x tp=2, tied, one key-value head, frozen parameters, a buffer",
             "  rank      0 of 2",
             "  expected  [20, 16]",
             "  got       [10, 16]",
@@ -108,7 +108,7 @@ MESSAGES = {
         "one_stage",
         [
             "the losses",
-            "  for       pp 1 x dp 1 x tp 1, clip_norm 0.5, 4 steps",
+            "  for       pp 1 x dp 1 x tp 1, clip_norm 0.5, 4 steps, 2 micro-batches",
             "  expected  [2.614174, 2.180734, 1.828885, 1.668671]",
             "  got       [2.614174, 2.142250, 1.769421, 1.640767]",
         ],

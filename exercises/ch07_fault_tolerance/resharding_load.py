@@ -15,13 +15,14 @@ Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to
 sizes that do not divide; that the given memory is filled, of parameters and of views, too; that a rank reads only files
 with a box that overlaps one of its shards, and each once; and damaged files, missing elements and wrong shapes and
 dtypes. With these all ranks must raise, DamagedError for damage and missing elements, UserError for a wrong shape or
-dtype and for a name that the checkpoint does not have, with a message that names the tensor or the file, and no element
-of any tensor on any rank may change. If more than one is wrong, any of these errors will do.
+dtype and for a name that the checkpoint does not have, also of an empty shard, with a message that names the tensor or
+the file, and no element of any tensor on any rank may change; also in a second load, if a file has been damaged since
+the first. If more than one is wrong, any of these errors will do.
 
 You may call:
     read_index(folder) -> dict; read_tensors(file: Path, checksum) -> {key: tensor}   DamagedError if damaged
     saved_boxes(index, name) -> list   of (file name, Box), where a tensor is saved; box_key(name, box)   its key there
-    on_all_ranks(action, group) -> list   the results of action() on all ranks; its UserError or DamagedError on all
+    on_all_ranks(action, group) -> list   copies of all ranks' results of action(); its UserError or DamagedError on all
     Box(start: tuple, stop: tuple), box.intersect(other), box.slices_in(outer), box.numel
     UserError(message), DamagedError(message); functools.cache(function)   calls it once per argument
 

@@ -28,7 +28,8 @@ another text or model, which must raise UserError. After an error the progress a
 You may call:
     make_shards(kind, spec, tensor, rank) -> list   of the Shards `kind/NAME` of a tensor or of one number
     named_tensors(model) -> {name: tensor}   all parameters and buffers; isinstance(tensor, nn.Parameter)
-    assemble_replica_shards(engine, own, shared) -> list   if engine.merger is not None; own: masters and their states
+    assemble_replica_shards(engine, own, shared) -> list   if engine.merger is not None; own: masters and their states;
+        shared: all else
     on_all_ranks(action, group) -> list, read_index(folder) -> dict, load(folder, shards, group) -> dict, the index
     require_same_run(trainer, path, state)   raises UserError; trainer.control   the group of all ranks
     create_optimizer_states(engine, index["tensors"])   zeros for all optimizer states of a checkpoint

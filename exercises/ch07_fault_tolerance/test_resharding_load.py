@@ -1,6 +1,7 @@
 """Tests of resharding_load: the test writes checkpoints itself, and knows each element of every global tensor."""
 
 import contextlib
+import json
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -107,9 +108,13 @@ def expect_filled(shards, case):
 
 def expect_refused(answer, network, files, shards, kind, case):
     """Loading must raise `kind` on this rank, and leave every tensor full of -5; returns the error."""
+    with saved(files) as folder:
+        return expect_folder_refused(answer, network, folder, shards, kind, case)
+
+
+def expect_folder_refused(answer, network, folder, shards, kind, case):
     try:
-        with saved(files) as folder:
-            answer.load(folder, shards, network.group)
+        answer.load(folder, shards, network.group)
     except UserError as error:
         if isinstance(error, DamagedError) != (kind is DamagedError):
             raise Wrong("wrong", "the error of load", kind.__name__, type(error).__name__, case=case) from None
@@ -133,6 +138,9 @@ def any_layout_into_any_other(answer, world, network):
             case = f"saved by {layout}; loaded by {world.size} along the {'last' if along_last else 'first'} axis"
             expect_filled(shards, case)
             expect("the state in the index", index["state"], STATE, case=case)
+            written = json.loads(files_of(layout)[f"{FOLDER}/{INDEX}"])
+            for key in ("files", "tensors"):
+                expect(f'"{key}" in the index', index.get(key), written[key], case=case)
 
 
 @test(points=2, ranks=(1, 2))
@@ -172,10 +180,15 @@ def reads_what_it_needs(answer, world, network):
     shards = [
         Shard("params/w", (7, 5), Box((row, a), (row + 1, b)), torch.full((1, b - a), -5.0), True) for a, b in places
     ]
+    first = 8 if world.rank == 0 else 0  # of two elements that are in the file of this row, too
+    own = torch.full((2,), -5.0, dtype=torch.float64)
+    shards.append(Shard("params/b", (11,), Box((first,), (first + 2,)), own, True))
+    shards.append(Shard("params/w", (7, 5), Box((3, 0), (3, 5)), torch.empty(0, 5), True))
     files = files_of("3 ranks, along the first axis")
     files[f"{FOLDER}/rank-00001.safetensors"] = b"not a file of tensors"
     case = (
-        f"three shards in row {row} of 7; three ranks have saved rows, and the file of rank 1, rows 2 and 3, is damaged"
+        f"shards in row {row} of 7, and one without elements; three ranks have saved rows, and the file of rank 1, "
+        "rows 2 and 3, is damaged"
     )
     with saved(files) as folder:
         try:
@@ -184,12 +197,13 @@ def reads_what_it_needs(answer, world, network):
             raise Wrong("wrong", "load must not read that file", "no error", str(error)[:80], case=case) from None
     expect_filled(shards, case)
     if world.size == 2:
-        read = count_reads(answer, network, shards)
-        expect("how often this rank reads its file of tensors", read, 1, case="three shards of one row")
+        read = files_read(answer, network, shards)
+        wanted = ["rank-00002.safetensors" if world.rank == 0 else "rank-00000.safetensors"]
+        expect("the files of tensors that are read", read, wanted, case="four shards of two tensors, all in one file")
 
 
-def count_reads(answer, network, shards):
-    """How often the package's `read_tensors`, or a file of tensors itself, is read in one load."""
+def files_read(answer, network, shards):
+    """Return the names of the files of tensors that are read in one load, in order."""
     read, original = [], Path.read_bytes
 
     def read_bytes(path):
@@ -199,7 +213,7 @@ def count_reads(answer, network, shards):
     files = files_of("3 ranks, along the first axis")
     with saved(files) as folder, mock.patch.object(Path, "read_bytes", read_bytes):
         answer.load(folder, shards, network.group)
-    return sum(name.endswith(".safetensors") for name in read)
+    return [name for name in read if name.endswith(".safetensors")]
 
 
 @test(points=5, ranks=(1, 2, 3))
@@ -213,7 +227,14 @@ def damage_touches_no_tensor(answer, world, network):
     files = files_of("3 ranks, along the first axis")
     del files[f"{FOLDER}/rank-00001.safetensors"]
     shards, case = shards_of(world.rank, world.size), "rank-00001.safetensors is missing"
-    expect_refused(answer, network, files, shards, DamagedError, case)
+    error = expect_refused(answer, network, files, shards, DamagedError, case)
+    expect("whether the error names the file", "rank-00001.safetensors" in str(error), True, case=case)
+    layout, file = "3 ranks, along the first axis", "rank-00001.safetensors"
+    with saved(files_of(layout)) as folder:
+        answer.load(folder, shards_of(world.rank, world.size), network.group)
+        (folder / file).write_bytes(files_of(layout, file)[f"{FOLDER}/{file}"])
+        shards, case = shards_of(world.rank, world.size), f"{file} has been loaded before, and has a wrong byte now"
+        expect_folder_refused(answer, network, folder, shards, DamagedError, case)
 
 
 @test(points=4, ranks=(2,))
@@ -223,6 +244,11 @@ def what_does_not_fit_is_refused(answer, world, network):
         "another shape": Shard("params/b", (12,), Box((0,), (5,)), torch.full((5,), -5.0).double(), True),
         "the transposed shape": Shard("params/w", (5, 7), Box((0, 0), (2, 5)), torch.full((2, 5), -5.0), True),
         "another dtype": Shard("params/b", (11,), Box((0,), (5,)), torch.full((5,), -5.0), True),
+        "another dtype of 8 bytes": Shard("params/b", (11,), Box((0,), (5,)), torch.full((5,), -5), True),
+        "a tensor that was not saved, of which this rank has no element": Shard(
+            "params/d", (11,), Box((5,), (5,)), torch.empty(0), True
+        ),
+        "another dtype, of no element": Shard("params/b", (11,), Box((5,), (5,)), torch.empty(0), True),
         "a tensor that was not saved": Shard("params/c", (11,), Box((0,), (5,)), torch.full((5,), -5.0), True),
     }
     for case, shard in wrong.items():
@@ -235,9 +261,10 @@ def what_does_not_fit_is_refused(answer, world, network):
     for name, elements, shards in (
         ("params/b", "the elements 3 to 7", shards_of(world.rank, world.size)),
         ("params/w", "the rows 2 and 3, of which each rank has one column,", one_column),
+        ("optimizer.step/w", "the only element", shards_of(world.rank, world.size)),
     ):
         boxes = layouts()["3 ranks, along the first axis"]
-        boxes[name] = [box for box in boxes[name] if box[0] != 1]
+        boxes[name] = [box for box in boxes[name] if box[0] != 1 and box[1]]
         files, case = checkpoint_files(FOLDER, TENSORS, boxes, STATE), f"{elements} of {name} were not saved"
         error = expect_refused(answer, network, files, shards, DamagedError, case)
         expect("whether the error names the tensor", name in str(error), True, case=case)

@@ -1,6 +1,7 @@
 """Tests of same_run_resume: a run that is stopped, saved and resumed, beside the same run without a stop."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,13 +43,16 @@ class Model(nn.Module):
         self.register_buffer("offset", torch.tensor([2.5]), persistent=False)
 
 
-def make_engine(optimizer, rank, boxes):
-    """What state_shards reads of an engine. boxes: of this rank's master of the weight, a flat range of it."""
+def make_engine(optimizer, rank, boxes, replicas):
+    """What state_shards reads of an engine. boxes: of this rank's master of the weight, a flat range of it.
+
+    replicas: the ranks that have all other tensors.
+    """
     model = Model()
     flat = torch.cat([model.weight.detach()[box.slices].flatten() for box in boxes])
     masters = {"weight": nn.Parameter(flat.clone()), "bias": nn.Parameter(model.bias.detach().clone())}
     specs = {
-        name: ParamSpec(name, tuple(tensor.shape), (Box.whole(tuple(tensor.shape)),), (0, 1))
+        name: ParamSpec(name, tuple(tensor.shape), (Box.whole(tuple(tensor.shape)),), replicas)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
     own = ParamSpec("weight", (2, 3), boxes, (rank,))
@@ -67,15 +71,37 @@ def make_engine(optimizer, rank, boxes):
 def names_every_tensor(answer, world, network):
     """state_shards has every tensor under its name, box by box, in place, saved by one of the ranks that have it."""
     parts = {0: (Box((0, 0), (1, 3)), Box((1, 0), (2, 1))), 1: (Box((1, 1), (2, 3)),)}
-    for optimizer in OPTIMIZERS:
-        for rank, boxes in parts.items():
-            engine = make_engine(optimizer, rank, boxes)
+    expect_names_of_replicas(answer, parts[0])
+    for optimizer, first in itertools.product(OPTIMIZERS, (0, 2)):
+        for at, boxes in parts.items():
+            rank = first + at
+            engine = make_engine(optimizer, rank, boxes, (first, first + 1))
             for steps in (0, 1):
                 if steps:
                     for master in engine.reducer.masters.values():
                         master.grad = torch.ones_like(master)
                     engine.optimizer.step()
-                expect_shards(answer.state_shards(engine), engine, rank, f"rank {rank}, {optimizer}, {steps} steps")
+                expect_shards(
+                    answer.state_shards(engine),
+                    engine,
+                    rank,
+                    f"rank {rank}, {optimizer}, {steps} steps, replicas on the ranks {first} and {first + 1}",
+                )
+
+
+def expect_names_of_replicas(answer, boxes):
+    """Of replicas that train separately, each has its own masters and optimizer states, and all share the rest."""
+    for replica in (0, 1):
+        engine = make_engine("SGD", 0, boxes, (0,))
+        merger = {"group": SimpleNamespace(rank=replica), "num_tokens": torch.zeros(1), "outer_states": dict}
+        engine.merger, engine.control = SimpleNamespace(**merger), SimpleNamespace(rank=0)
+        prefix = "replica-1." * replica
+        wanted = {f"{prefix}{name}": True for name in ("params/weight", "params/bias", "merge/tokens")}
+        wanted |= dict.fromkeys(("params/frozen", "buffers/average", "buffers/offset"), replica == 0)
+        got = {shard.name: shard.is_saved_here for shard in answer.state_shards(engine)}
+        case = f"replica {replica} of 2 that train separately"
+        expect("the names, sorted", sorted(got), sorted(wanted), case=case)
+        expect("is_saved_here by name", got, wanted, case=case)
 
 
 def expect_shards(shards, engine, rank, case):
@@ -112,9 +138,21 @@ def optimizer_states(engine, master):
 
 def save(answer, trainer, root):
     """Save a checkpoint of what the answer collects; returns its folder."""
-    state = answer.json_state(trainer)
+    state, scaler = answer.json_state(trainer), trainer.engine.scaler
     if json.loads(json.dumps(state)) != state:
         raise Wrong("type", "json_state must return a JSON object, with keys that are texts", "", repr(state)[:80])
+    wanted = {
+        "config": trainer.config_text,
+        "step": trainer.progress.step,
+        "position": trainer.progress.consumed_samples,
+        "corpus": trainer.corpus.fingerprint,
+        "corpus_name": trainer.corpus.describe(),
+        "replicas": trainer.config.num_replicas(trainer.mesh),
+        "loss_scaler": None if scaler is None else scaler.state_dict(),
+    }
+    expect("the keys of json_state, sorted", sorted(state), sorted(wanted), case=f"step {trainer.progress.step}")
+    for key, value in wanted.items():
+        expect(f'"{key}" of json_state', state[key], value, case=f"step {trainer.progress.step}")
     shards = answer.state_shards(trainer.engine)
     return checkpoint.save(root, trainer.progress.step, shards, state, trainer.control)
 
@@ -204,6 +242,14 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
             with unreadable(paths[0] / "checkpoint.json" if world.rank == 1 else None):
                 expect_resumed(answer, fresh, paths, paths[1], case)
             expect("completed steps", fresh.progress.step, 2, case=case)
+            local = {"consistency__mode": "local", "consistency__h": 4}
+            own, newest_first = make_trainer(world, folder, **local), []
+            for _ in range(2):
+                own.step()
+                newest_first.insert(0, save(answer, own, folder / "local"))
+            fresh, case = make_trainer(world, folder, **local), "local SGD; only rank 1 cannot read that of step 2"
+            with unreadable(newest_first[0] / "checkpoint.json" if world.rank == 1 else None):
+                expect_resumed(answer, fresh, newest_first, newest_first[1], case)
         for number, file in enumerate(("checkpoint.json", "rank-00000.safetensors"), 1):
             barrier(network.group)
             if world.rank == 0:
@@ -213,17 +259,30 @@ def damaged_checkpoints_are_passed_over(answer, world, network):
             fresh.notify = lambda event, *args, notes=notes: notes.append((event, *args))
             expect_resumed(answer, fresh, paths, paths[number], case)
             expect("completed steps", fresh.progress.step, 3 - number, case=case)
-            expect("the events of the notes", [event for event, *_ in notes], ["on_note"] * number, case=case)
+            told = [(event, *(type(each).__name__ for each in args)) for event, *args in notes]
+            expect("the events of the notes, and what each has", told, [("on_note", "str")] * number, case=case)
             for name, tensor in states[number].items():
                 expect(name, tensors_of(fresh)[name], tensor, case=case)
-        fresh, case = make_trainer(world, folder), "both checkpoints that are given are damaged"
+        fresh, notes, case = make_trainer(world, folder), [], "both checkpoints that are given are damaged"
+        fresh.notify = lambda *args: notes.append(args)
+        before = tensors_of(fresh)
         try:
             answer.resume(fresh, paths[:2])
         except DamagedError:
-            expect("completed steps", fresh.progress.step, 0, case=case)
+            expect_as_before(fresh, before, case)
         else:
             raise Wrong("wrong", "resume must raise DamagedError", "DamagedError", "it returned", case=case)
+        expect("the number of notes: one before the next checkpoint is tried", len(notes), 1, case=case)
         expect("what resume returns", answer.resume(fresh, []), None, case="there is no checkpoint")
+
+
+def expect_as_before(trainer, before, case):
+    """Fail unless a trainer that had not made a step has progress and parameters as before."""
+    progress = trainer.progress.step, trainer.progress.consumed_samples
+    expect("completed steps and consumed samples", progress, (0, 0), case=case)
+    after = tensors_of(trainer)
+    for name, tensor in before.items():
+        expect(name, after.get(name), tensor, case=case)
 
 
 @contextlib.contextmanager
@@ -256,20 +315,16 @@ def damage(file):
 def another_run_is_an_error(answer, world, network):
     """A checkpoint of another text or of another model is intact: UserError, no older one is tried, nothing changes."""
     with shared_folder(world, network.group) as folder:
-        run = make_trainer(world, folder, steps=1)
-        older = save(answer, run, folder / "another")
-        run.step()
-        paths = [save(answer, run, folder / "another"), older]
+        run = make_trainer(world, folder, steps=2)
+        path = save(answer, run, folder / "another")
         cases = {"another text": {"data__path": folder / "other"}, "another model": {"model__intermediate_size": 32}}
         for case, changes in cases.items():
             fresh = make_trainer(world, folder, **changes)
-            before = tensors_of(fresh)
+            before, older = tensors_of(fresh), save(answer, fresh, folder / case)
             try:
-                answer.resume(fresh, paths)
+                answer.resume(fresh, [path, older])
             except UserError as error:
                 expect("whether it is an error of damage", isinstance(error, DamagedError), False, case=case)
             else:
                 raise Wrong("wrong", "resume must raise UserError", "UserError", "it returned", case=case)
-            expect("completed steps", fresh.progress.step, 0, case=case)
-            for name, tensor in before.items():
-                expect(name, tensors_of(fresh).get(name), tensor, case=case)
+            expect_as_before(fresh, before, case)

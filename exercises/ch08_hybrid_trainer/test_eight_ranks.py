@@ -67,13 +67,14 @@ def shard_of(name, tensor, rank, mesh):
     return tensor.narrow(SPLIT[kind], tp_rank * length, length)
 
 
-def check_mesh(answer, run, world, mesh, clip_norms=(0.5, NEVER), steps=4):
+def check_mesh(answer, run, world, mesh, clip_norms=(0.5, NEVER), steps=4, num_micro_batches=2):
     """Train on a mesh, with each limit of the norm, and compare with one process."""
     for clip_norm in clip_norms:
-        result = run(answer.main, *data(), model_of(world.rank), mesh, steps, clip_norm, 2)
+        result = run(answer.main, *data(), model_of(world.rank), mesh, steps, clip_norm, num_micro_batches)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise Wrong("type", "main must return losses and parameters", "(list, dict)", show(result))
         case = f"pp {mesh[0]} x dp {mesh[1]} x tp {mesh[2]}, clip_norm {clip_norm:g}, {steps} steps"
+        case += f", {num_micro_batches} micro-batches"
         losses, expected = one_process(steps, clip_norm)
         expect("the losses", list(result[0]), losses, tolerance=TOLERANCE, case=case)
         owned = {name: shard_of(name, tensor, world.rank, mesh) for name, tensor in expected.items()}
@@ -95,6 +96,9 @@ def several_stages(answer, world, run):
     """On two and four stages, alone and with another axis, losses and parameters are those of one process."""
     for mesh in {2: ((2, 1, 1),), 4: ((4, 1, 1), (2, 2, 1), (2, 1, 2))}[world.size]:
         check_mesh(answer, run, world, mesh, (0.5,))
+    mesh = (2, world.size // 2, 1)
+    for num_micro_batches in (1, 3):
+        check_mesh(answer, run, world, mesh, (0.25,), 2, num_micro_batches)
 
 
 @test(points=3, ranks=(8,))

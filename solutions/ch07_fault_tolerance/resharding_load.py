@@ -13,10 +13,13 @@ checkpoint a thousand times.
 Usual wrong answers:
 * each rank plans alone: one raises, the others load
 * requires some overlap instead of all elements
+* keeps what it has read for the next call: a file that is damaged after the first load passes in the second
 * converts another dtype silently
 * the package's own
 * loads nothing, and returns the state
 * copies as soon as a file is read: the other ranks have loaded when one finds the damage
+* skips empty shards before it compares name, shape and dtype: no error if this rank has no element of the wrong
+  tensor
 * reads all files on all ranks
 * stops at the first box that overlaps
 * indexes the saved box with the coordinates of the global tensor
@@ -30,9 +33,11 @@ Usual wrong answers:
 * loads the shards with is_saved_here only: replicas keep their old values
 * a rank without shards returns no index
 * reads and verifies a file again for each box
+* reads and verifies a file again for each shard
 * loads only boxes that are saved as they are
 * counts the elements of the saved boxes that overlap a shard, not those of the overlaps
 * does not compare the global shapes: a tensor of 12 elements takes the first of 11
+* returns the state only, without the tables of files and tensors
 * verifies before it copies, but on each rank alone: the others load while one raises
 * fills everything with zeros
 """

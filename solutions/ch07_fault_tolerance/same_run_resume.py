@@ -15,15 +15,20 @@ Usual wrong answers:
 * begins anew if all checkpoints are damaged, and overwrites them
 * the package's own
 * loads nothing, and returns the path
+* exchanges outcomes in the engine's group, which is one replica's if replicas train separately: each resumes from
+  another checkpoint
 * collects copies: loading fills them, and the run keeps its own values
 * passes over a checkpoint that does not fit: a forgotten option starts another run
+* calls frozen parameters and buffers the replica's own: each replica saves them once more, under other names
 * describes ZeRO's shards as full parameters
 * a rank that cannot read an index goes on to the next checkpoint by itself
 * loads the masters and does not copy them to the 16-bit parameters
 * tries the newest checkpoint only
 * leaves out the buffers
 * leaves out the frozen parameters: a new run has other ones
+* also announces the checkpoint before the oldest one, which does not exist
 * loads the oldest intact checkpoint
+* leaves the text of the configuration out of the JSON state
 * creates new optimizer states and does not load them
 * takes buffers from the state_dict, which leaves out those registered with persistent=False
 * begins the data again

@@ -108,7 +108,7 @@ MESSAGES = {
         "one_stage",
         [
             "the losses",
-            "  for       pp 1 x dp 1 x tp 1, clip_norm 0.5, 4 steps",
+            "  for       pp 1 x dp 1 x tp 1, clip_norm 0.5, 4 steps, 2 micro-batches",
             "  expected  [2.614174, 2.180734, 1.828885, 1.668671]",
             "  got       [2.614174, 2.142250, 1.769421, 1.640767]",
         ],

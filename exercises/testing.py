@@ -342,5 +342,8 @@ def _same(got: Any, expected: Any, tolerance: float) -> bool:
         is_dict = type(got) is dict and got.keys() == expected.keys()
         return is_dict and all(_same(got[key], item, 0.0) for key, item in expected.items())
     if isinstance(expected, int | float) and not isinstance(expected, bool):
-        return type(got) in (int, float) and (got == expected or abs(got - expected) <= tolerance)
+        if type(got) not in (int, float):
+            return False
+        # A difference of a float and a large integer is rounded; a comparison of them is not.
+        return got == expected or (tolerance > 0 and abs(got - expected) <= tolerance)
     return type(got) is type(expected) and got == expected

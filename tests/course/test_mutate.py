@@ -150,7 +150,7 @@ def test_weak_tests_fail_the_mutation_gate(course, tmp_path, capsys):
     assert main(["--root", str(tmp_path), "gate", "--mutate", exercise.name]) == 1
     output = capsys.readouterr().out
     survivor = "return np.arange(rank, n, world_size, dtype=np.int64)  ->  return np.arange(rank, n, dtype=np.int64)"
-    assert f"strided_partition: line 32 of the solution, drop an argument: {survivor}\n" in output
+    assert f"strided_partition: line 33 of the solution, drop an argument: {survivor}\n" in output
     assert "1 survived" in output and output.count("of the solution") == 1
 
 
@@ -162,7 +162,7 @@ def test_one_unexplained_survivor_is_red_whatever_the_rate(server, course):
     assert mutation.run(exercise).outcomes["survived"] == 1
     assert not mutation.green and len(mutation.problems) == 1
     assert (
-        "line 32 of the solution, drop an argument: return np.arange(rank, n, world_size, dtype" in mutation.problems[0]
+        "line 33 of the solution, drop an argument: return np.arange(rank, n, world_size, dtype" in mutation.problems[0]
     )
 
 

@@ -203,7 +203,7 @@ class ReleaseOptions(_Options):
 
 @dataclass(frozen=True)
 class GateOptions(_Options):
-    """For authors: test the graders of exercises with right and wrong answers, which also train the simple trainer."""
+    """For authors: test the graders of exercises with right and wrong answers, and run these in the simple trainer."""
 
     names: Annotated[tuple[str, ...], POSITIONAL] = ()
     """The exercises. By default all."""

@@ -18,7 +18,8 @@ Example: 4 ranks with the tensors [1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300
     round 3, the partners of round 2: [1111, 2222] on ranks 0 and 1; round 4: all four elements on every rank
 
 Checked: values on 1 to 7 ranks, for every op, dtype, size and group; halve_and_double over one, two and four of four
-ranks, in any order; that all ranks get the same bits; the number of messages that each rank sends, and the elements that all ranks together send.
+ranks, in any order; that all ranks get the same bits; the number of messages that each rank sends, and the elements
+that all ranks together send.
 
 You may call:
     exchange(group, send=(tensor, peer), recv=(tensor, peer), op=op)   one round; each of the three may be left out;

@@ -149,14 +149,14 @@ def expect_invariant(given: Any, violated: str, keys: Sequence[str]) -> None:
 def expect_faulty_line(given: Any, faulty_lines: Sequence[tuple[int, str]]) -> None:
     """Fail unless the answer to a debugging exercise names a faulty line, by its number or its text.
 
-    given: its LINE. faulty_lines: number and text of each line of the original file that may be blamed.
+    given: its LINE. faulty_lines: number and text of each line of the unchanged stub that may be blamed.
     """
     if not given:
-        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the unchanged stub, or to its text")
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
     if not any(str(given).strip() in (str(number), text) for number, text in faulty_lines):
-        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))
+        raise Wrong("wrong", "the fault is not in this line of the unchanged stub", got=show(given))
 
 
 def show(value: Any) -> str:

@@ -17,7 +17,7 @@ With SGD the loss depends on the number of micro-batches, which it must not. The
 first gradient. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 every micro-batch must still pass through the stages in messages of its own, one forward and one backward.
 
 Check it with: python -m exercises check fast_pipeline

@@ -16,7 +16,7 @@ Its loss falls, but the replicas drift apart. The first layer's weight comes fro
 Run it: torchrun --standalone --nproc-per-node 3 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 after every merge all replicas have the same parameters. Each replica keeps its own momentum, which is no fault.
 
 Check it with: python -m exercises check drifting_replicas

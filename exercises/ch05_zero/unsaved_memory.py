@@ -14,7 +14,7 @@ Measured with 241 parameters in float32, on every rank:
 All ranks have equal parameters at all times. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 the same results, no more bytes sent per step than now, and on each rank only the optimizer states of its shard.
 
 Check it with: python -m exercises check unsaved_memory

@@ -16,7 +16,7 @@ No parameter is infinite or NaN, all processes have equal parameters, and the lo
 Run it: torchrun --standalone --nproc-per-node 1 THIS_FILE, and then with other initial scales and with 4 processes
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 it makes as many steps as before, skips the same ones, and sends each gradient once per step, in float32.
 
 Check it with: python -m exercises check scale_dependent_run

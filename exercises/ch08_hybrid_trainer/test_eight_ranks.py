@@ -115,5 +115,5 @@ def names_the_invariant(answer):
 
 @test(points=2)
 def names_the_line(answer, faulty_lines):
-    """LINE is the line of the original file that violates the rule."""
+    """LINE is the line of the unchanged stub that violates the rule."""
     expect_faulty_line(answer.LINE, faulty_lines)

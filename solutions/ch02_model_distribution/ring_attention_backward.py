@@ -38,6 +38,7 @@ Usual wrong answers:
 * subtracts the sum of P dP over the block's keys in place of the sum over all keys: right on one rank
 * replaces a block's sums by its own term in place of adding it
 * sends the blocks on without the sums of their gradients
+* keeps the terms of the query's gradient until the end, one tensor for each rank
 * sends every rank's term of a gradient to the owner by itself, hop by hop, in place of one sum
 * computes the values' gradient from the score gradients in place of the weights
 * forgets that a higher score lowers the other keys' weights: does not subtract grad . out

@@ -114,9 +114,9 @@ MESSAGES = {
             "peak memory, in tensors of the size of a rank's keys (196 kB)",
             "  for       ring_backward(grad=<(2, 3, 4, 1024) float64>, query=<(2, 3, 4, 1024) float64>, key=<(2, 3, 4, "
             "1024) floa ...",
-            "  rank      0 of 4",
-            "  expected  as on 2 ranks: 9.0",
-            "  got       13.0 on 4 ranks",
+            "  rank      0 of 6",
+            "  expected  as on 3 ranks: 11.0",
+            "  got       17.0 on 6 ranks",
         ],
     ),
     ("ulysses_attention", "wrong_once_per_head"): (

@@ -15,7 +15,7 @@ Before training the parameters are equal on all ranks. The numbers are the same 
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 it sends every gradient once per step, alone or together with others, and nothing else after the start.
 """
 

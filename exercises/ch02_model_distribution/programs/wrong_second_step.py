@@ -17,7 +17,7 @@ Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Each rank holds a shard of every feed-forward layer and, between layers, a shard of the tokens (sequence parallelism).
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program,
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program,
 on any number of ranks: it may have to change in more than one line, and all-reduces no more than norms and shifts.
 """
 

@@ -12,7 +12,7 @@ number of ranks and of parameters. Where the table has two numbers, both occur i
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 it reduces the gradients in as many messages as now, of about the same lengths, and reduces no element twice.
 """
 

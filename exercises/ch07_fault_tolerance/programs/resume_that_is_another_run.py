@@ -9,7 +9,7 @@ another run. The same 24 samples, batch size 4, on 2 ranks, once without a stop 
 Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 a resumed run has the parameters and losses of the run without a stop, which is right and must stay as it is.
 """
 

@@ -13,7 +13,7 @@ All ranks that hold the same parameter keep equal bits of it, on every mesh and 
 Run it: torchrun --standalone --nproc-per-node 8 THIS_FILE 2 2 2    (the sizes of pp, dp and tp; their product is 8)
 
 This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
-violates. LINE: the faulty line, by its number in the original file (int) or its text (str). And the repaired program:
+violates. LINE: the faulty line, by its number in the unchanged stub (int) or its text (str). And the repaired program:
 losses and parameters are those of one process on every mesh, whatever the other arguments of main are.
 """
 

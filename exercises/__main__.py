@@ -476,13 +476,11 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
         for exercise in chosen:
             start_s, before = time.perf_counter(), len(gate.problems)
             gate.run([exercise])
-            in_trainer = ""
-            if exercise.kind == "piece":
-                result = parity_gate.judge_in_trainer(exercise, server)
-                gate.problems += [f"{exercise.name}: {problem}" for problem in result.problems]
-                in_trainer = f"  in the trainer: {result}"
+            in_trainer = parity_gate.judge_in_trainer(exercise, server)
+            gate.problems += in_trainer.problems
             state = "red" if len(gate.problems) > before else "green"
-            print(f"{exercise.name:<28}{state:<6}{time.perf_counter() - start_s:6.1f} s{in_trainer}", flush=True)
+            elapsed_s = time.perf_counter() - start_s
+            print(f"{exercise.name:<28}{state:<6}{elapsed_s:6.1f} s  in the trainer: {in_trainer}", flush=True)
     if not chosen:
         gate.run([])
     print("\n".join(gate.problems) or f"{format_count(gate.checked, 'exercise')}, all green")

@@ -59,6 +59,8 @@ class ParityResult:
 
 def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     """Find a layout that notices one of the exercise's wrong answers; run each right answer in it."""
+    if exercise.kind != "piece":
+        return ParityResult(reason="no part of the trainer")
     try:
         cases = _find_cases(exercise)
     except UserError as error:
@@ -81,20 +83,18 @@ def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     for name, text in right.items():
         if difference := _find_difference(exercise, text, case, server):
             problems.append(f"{name} is right and differs from one process in {case.name}: {difference}")
-    return ParityResult(case.name, len(right), refused, tuple(problems))
+    return ParityResult(case.name, len(right), refused, tuple(f"{exercise.name}: {problem}" for problem in problems))
 
 
 def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool:
-    """Print a line for each exercise that learners write a function or class in; return whether there is no problem.
+    """Print a line for each exercise; return whether there is no problem.
 
     Raises UserError if no training run calls any of these exercises.
     """
     problems, ran = [], 0
     for exercise in exercises:
-        if exercise.kind != "piece":
-            continue
         result = judge_in_trainer(exercise, server)
-        problems += [f"{exercise.name}: {problem}" for problem in result.problems]
+        problems += result.problems
         ran += not result.reason
         state = "" if result.reason else f"{'red' if result.problems else 'green':<6}"
         print(f"{exercise.name:<28}{state}{result}", flush=True)

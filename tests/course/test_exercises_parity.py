@@ -98,8 +98,11 @@ def test_the_gate_is_red_if_a_right_answer_is_not_or_if_no_wrong_answer_is_notic
     monkeypatch.setattr(parity_gate.stubs, "generate_answer", lambda exercise, name: texts[name])
     problems = judge_in_trainer(exercise, server).problems
     assert len(problems) == 2
-    assert problems[0].startswith("wrong_solution equal one process in dp=2")
-    assert problems[1].startswith("right_half is right and differs from one process") and "step 0" in problems[1]
+    assert problems[0].startswith("token_count: wrong_solution equal one process in dp=2")
+    assert (
+        problems[1].startswith("token_count: right_half is right and differs from one process")
+        and "step 0" in problems[1]
+    )
 
 
 def test_the_gate_says_why_an_exercise_is_not_run_in_the_trainer(server, capsys):

@@ -236,7 +236,7 @@ def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
 
 
 def test_the_gate_command_is_red_if_the_trainer_is_wrong_with_a_right_answer(monkeypatch, capsys):
-    result = ParityResult("dp=2", 3, "wrong_rank", ("right_loop differs",))
+    result = ParityResult("dp=2", 3, "wrong_rank", ("strided_partition: right_loop differs",))
     monkeypatch.setattr(parity_gate, "judge_in_trainer", lambda exercise, server: result)
     monkeypatch.setattr(Gate, "run", lambda gate, exercises: True)
     assert main(["gate", "strided_partition"]) == 1

@@ -17,9 +17,10 @@ MODELS = {11: None, 241: 20}
 
 
 class Run(NamedTuple):
-    """The results of one call of main: the trained parameters, and the messages sent."""
+    """The results of one call of main: the trained parameters, the losses, and the messages sent."""
 
     parameters: list
+    losses: list
     records: list
 
 
@@ -51,21 +52,23 @@ def trained(answer, world, run, parameters):
         if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
             raise Wrong("type", "main must return the model and the losses", "(model, losses)", show(result))
         flat = torch.cat([parameter.detach().flatten() for parameter in result[0].parameters()]).tolist()
-        RUNS[parameters] = Run(flat, run.records)
+        RUNS[parameters] = Run(flat, list(result[1]), run.records)
     return RUNS[parameters]
 
 
 def one_process(parameters):
-    """Return the parameters of one process that starts from rank 0's values, flattened."""
-    model, (inputs, targets) = model_of(parameters, 0), data()
+    """Return the parameters, flattened, and the losses of one process that starts from rank 0's values."""
+    model, (inputs, targets), losses = model_of(parameters, 0), data(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
     for _ in range(EPOCHS):
         for first in range(0, len(inputs), BATCH):
             optimizer.zero_grad()
             error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
-            (error**2).mean().backward()
+            loss = (error**2).mean()
+            loss.backward()
             optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+            losses.append(loss.item())
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(), losses
 
 
 @test(points=3, ranks=(3,))
@@ -80,10 +83,14 @@ def replicas_stay_equal(answer, world, run):
 
 @test(points=4, ranks=(1, 2, 3))
 def equals_one_process(answer, world, run):
-    """The trained model equals that of one process, for every number of parameters."""
+    """Parameters and mean loss equal those of one process, for every number of parameters."""
     for parameters in MODELS if world.size > 2 else (11,):  # with two ranks both have a remainder of one
-        got, case = trained(answer, world, run, parameters).parameters, f"main(...) with {parameters} parameters"
-        expect("the parameters after training", got, one_process(parameters), tolerance=TOLERANCE, case=case)
+        got, case = trained(answer, world, run, parameters), f"main(...) with {parameters} parameters"
+        expected, losses = one_process(parameters)
+        expect("the parameters after training", got.parameters, expected, tolerance=TOLERANCE, case=case)
+        expect("the number of losses, one per step", len(got.losses), STEPS, case=case)
+        mean = [sum(each) / world.size for each in zip(*run.gather(got.losses), strict=True)]
+        expect("the mean over the ranks of the loss at each step", mean, losses, tolerance=TOLERANCE, case=case)
 
 
 @test(points=3, ranks=(3,))

@@ -24,6 +24,7 @@ Usual wrong answers:
 * changes the next line to compensate for the wrong begin
 * the library's all-reduce instead of the ring
 * the chunks are adjacent, but the remainder is in none of them
+* returns the loss summed over the own samples, and not their mean
 * mistakes elements that are divided twice for a mean that is computed twice
 * sends the full flat gradient in every round, and each rank adds it
 * names everything, and trains nothing

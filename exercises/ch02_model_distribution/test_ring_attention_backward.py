@@ -142,7 +142,7 @@ def peak_memory(answer, group, each, width):
 def memory_of_one_block(answer, world, network):
     """A rank holds a few blocks of keys and values and of scores, however many ranks there are."""
     for each, width, unit, what, limit, growth in (
-        (192, WIDTH, 192 * 192, "score matrices of one block", SCORES_LIMIT, 1),
+        (96, WIDTH, 96 * 96, "score matrices of one block", SCORES_LIMIT, 1),
         (4, 1024, 4 * 1024, "tensors of the size of a rank's keys", BLOCKS_LIMIT, 2),
     ):
         unit *= BATCH * HEADS * 8
@@ -166,7 +166,7 @@ DRAWS = (
 # The draws between which memory is compared: wide heads, where blocks of keys count, and many tokens, where scores do.
 GROWING = (
     (("contiguous", 4, torch.float64, False, 256), ("contiguous", 8, torch.float64, False, 256)),
-    (("contiguous", 48, torch.float64, False, WIDTH), ("contiguous", 96, torch.float64, False, WIDTH)),
+    (("contiguous", 32, torch.float64, False, WIDTH), ("contiguous", 64, torch.float64, False, WIDTH)),
 )
 ALL_DRAWS = (*DRAWS, *GROWING[0], *GROWING[1])
 

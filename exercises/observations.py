@@ -45,7 +45,8 @@ def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
 class DeviceMoveTracker(TorchFunctionMode):
     """Tracks which tensors were moved to `device` in a `with` block, or computed from such: `tensor in tracker`.
 
-    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs.
+    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs. It is also
+    the `.device` of these tensors.
     """
 
     device = torch.device("cpu", 1)
@@ -58,6 +59,8 @@ class DeviceMoveTracker(TorchFunctionMode):
         return tensor.untyped_storage().data_ptr() in self._storages
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function == Tensor.device.__get__ and args[0] in self:
+            return self.device
         result = function(*args, **(kwargs or {}))
         inputs = tree_leaves((args, kwargs))
         if any(isinstance(each, Tensor) and each in self or self._is_device(each) for each in inputs):

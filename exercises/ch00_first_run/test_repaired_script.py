@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from exercises.observations import DeviceMoveTracker
 from exercises.testing import Wrong, expect, learner_file, learner_globals, test
+from minidist.comm.meter import Meter
 
 SHAPES = ((20, 10), (20,), (1, 20), (1,))
 EVEN, UNEVEN = (16, 8), (11, 5)  # samples, batch size; 8 divides by 1, 2 and 4 ranks, the last batch of 11 has 1
@@ -141,8 +142,9 @@ def chooses_device_and_backend(answer):
 @test(points=2, ranks=(2,))
 def uses_device_and_backend(answer, world, run):
     """main passes LOCAL_RANK and LOCAL_WORLD_SIZE to device_and_backend, and uses the returned device and backend."""
+    record = Meter.record
     for run.machines in (1, 2):
-        asked, seen, model = [], [], model_of(answer, seed=1)
+        asked, seen, left_behind, model = [], [], [], model_of(answer, seed=1)
 
         def chosen(local_rank, local_world_size, asked=asked):
             asked.append((local_rank, local_world_size))
@@ -151,9 +153,17 @@ def uses_device_and_backend(answer, world, run):
         def looks(module, inputs, seen=seen):
             seen.append((inputs[0] in moved, all(parameter in moved for parameter in module.parameters())))
 
+        def records(meter, name, *about, device, model=model, left_behind=left_behind, **more):
+            # Flat messages of DistributedDataParallel are made out of sight: then the model must have been moved.
+            is_moved = device == str(moved.device) or all(parameter in moved for parameter in model.parameters())
+            if about[-1].is_floating_point and not is_moved:
+                left_behind.append(name)
+            return record(meter, name, *about, device=device, **more)
+
         model.register_forward_pre_hook(looks)
         with (
             DeviceMoveTracker() as moved,
+            mock.patch.object(Meter, "record", records),
             mock.patch.dict(learner_globals(answer), device_and_backend=chosen),
         ):
             run(answer.main, Samples(EVEN[0]), model, epochs=1, batch_size=EVEN[1])
@@ -164,6 +174,7 @@ def uses_device_and_backend(answer, world, run):
         expect("the backend that main passes to init_process_group", run.backend, "cpu:gloo", case=case)
         for what, there in zip(("inputs", "model"), zip(*seen, strict=True), strict=False):
             expect(f"whether main moves the {what} to that device", all(there), True, case=case)
+        expect("operations on parameters or gradients that are not on that device", left_behind, [], case=case)
 
 
 @test(points=3, ranks=(1, 2, 4))

@@ -238,8 +238,8 @@ def steps_are_independent(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def unused_parameters(answer, world, network):
-    """A parameter that one rank used gets its gradient on all ranks, even on one that used none; others keep None."""
-    reducer, parameters = reducer_of(answer, world, network)
+    """A parameter that one micro-batch of one rank used gets its gradient on all ranks; an unused one keeps None."""
+    reducer, parameters = reducer_of(answer, world, network, num_micro_batches=2)
     for step, numbers in enumerate(([3.0, 4.0], [0.0, 0.0], [5.0, 6.0])):
         user = (world.size - 1 + step) % world.size  # another rank in each step
         if world.rank == user:

@@ -1,6 +1,6 @@
 """Tests of pipeline_executor: the reference is autograd in one process, in float64; schedules are the tests' own."""
 
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 
@@ -75,10 +75,13 @@ def expect_gradients(got, stage, world, samples, times=1, case=CASE):
 
 @test(points=5, ranks=(1, 2, 3, 4))
 def equals_one_process(answer, world, network):
-    """The gradients of every stage are those of one process, for GPipe and 1F1B, for any number of micro-batches."""
+    """The gradients of every stage are those of one process, for any schedule and any number of micro-batches."""
     for number in (1, 2, 5, 10):
         samples = {i: n for i, n in SAMPLES.items() if i < number}
-        for name, actions in schedules(world, range(number)).items():
+        of_stages = schedules(world, range(number))
+        # Stage 0 starts all its forwards while stage 1 waits for the first stage to receive a gradient.
+        of_stages["GPipe on stage 0, 1F1B on the others"] = of_stages["1F1B" if world.rank else "GPipe"]
+        for name, actions in of_stages.items():
             is_transposed = number == 5
             stage = run_executor(answer, both_groups(network), actions, samples, is_transposed=is_transposed)
             case = f"{name}, {len(samples)} of {number} micro-batches" + ", transposed outputs" * is_transposed
@@ -205,15 +208,16 @@ def forward_alone(answer, world, network):
 @test(points=2, ranks=(1, 3))
 def weight_gradients_of_a_split_backward(answer, world, network):
     """In a schedule with W, B computes the gradient of the input only, and W passes those of weights to `add`."""
-    for name, actions in schedules(world).items():
-        actions, case = with_weights(actions), f"{name} with a split backward, {CASE}"
-        stage = Stage(world.rank, world.size, SAMPLES, is_split=True)
+    equal = dict.fromkeys(SAMPLES, 2)  # then all gradients have one shape
+    for samples, (name, actions) in product((SAMPLES, equal), schedules(world).items()):
+        actions, case = with_weights(actions), f"{name} with a split backward, {CASE}, samples {[*samples.values()]}"
+        stage = Stage(world.rank, world.size, samples, is_split=True)
         executor, done = make_executor(answer, both_groups(network), stage, actions), []
         executor.run(stage.run, stage.empty_hidden, SKIP, lambda s=stage, d=done: d.append(s.number_added))
         have_grad = [each is not None for each in stage.gradients]
         expect("which parameters have a .grad", have_grad, [False, False], case=case)
-        expect_gradients([stage.added.get(key) for key in stage.parameters], stage, world, SAMPLES, case=case)
-        wanted = [2 * (number + 1) for number in range(len(SAMPLES))]
+        expect_gradients([stage.added.get(key) for key in stage.parameters], stage, world, samples, case=case)
+        wanted = [2 * (number + 1) for number in range(len(samples))]
         expect("gradients that `add` has got, at each call of on_backward_done", done, wanted, case=case)
 
 

@@ -174,12 +174,17 @@ def reductions_without_gradient(answer, world, network):
 
 
 def call_operator(answer, group, tensor, operator):
-    """Return the output of an operator of Region and the gradient of its input, given the output's gradient."""
+    """Return the output of an operator of Region and the gradient of its input, given the output's gradient.
+
+    The operator gets three dimensions, as in a model: those that the tensor lacks are added in front.
+    """
+    added = (None,) * (3 - tensor.dim())
     with torch.enable_grad():
-        x = tensor.detach().clone().requires_grad_()
+        x = tensor.detach().clone()[added].requires_grad_()
         out = getattr(answer.Region(group), operator)(x)
-        (grad,) = torch.autograd.grad(out, x, tensor.detach().clone())
-    return out.detach().clone(), grad.clone()
+        (grad,) = torch.autograd.grad(out, x, tensor.detach().clone()[added])
+    expect("the shapes of the result and of the gradient", [out.shape, grad.shape], [x.shape, x.shape])
+    return tuple(each.detach().clone()[(0,) * len(added)] for each in (out, grad))
 
 
 def operator_reference(ranks, rank):

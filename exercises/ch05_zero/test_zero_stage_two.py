@@ -146,12 +146,20 @@ def reduced_from_the_last_block_on(answer, world, network):
         zero.end_micro_batch()
         reductions.expect([], f"at the end {where}", is_at_end=True)
     reductions.begin()
+    add(blocks[2][1:])
     add(blocks[1])
-    reductions.expect([], "after the gradients of block 1 only, in the third micro-batch")
+    reductions.expect([], "after all gradients of block 1 and some of block 2, in the third micro-batch")
     zero.end_micro_batch()
     got = [float(flat.grad[0]) for flat in zero.blocks]
     wanted = [total + world.size * (index == 1) for index, total in enumerate(reductions.sums)]
     expect("the first element of each block's summed gradient after the third micro-batch", got, wanted)
+    reductions.begin()
+    reductions.launched, reductions.sums = reductions.count(), wanted
+    add(blocks[2][:1])
+    reductions.expect([], "after one gradient of block 2; the micro-batch before ended with the others")
+    add(blocks[2][1:])
+    reductions.expect([2], "after all gradients of block 2, in the fourth micro-batch")
+    zero.end_micro_batch()
     zero.finish()
     expect("the first element of the root's summed gradient", float(zero.root.grad[0]), 2.0 * world.size)
     for when in ("in an aborted step", "in the step after an aborted one"):

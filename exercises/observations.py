@@ -45,8 +45,8 @@ def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
 class DeviceMoveTracker(TorchFunctionMode):
     """Tracks which tensors were moved to `device` in a `with` block, or computed from such: `tensor in tracker`.
 
-    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs. It is also
-    the `.device` of these tensors.
+    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs. It is
+    also the `.device` of these tensors.
     """
 
     device = torch.device("cpu", 1)

@@ -1,9 +1,11 @@
 """Tests of stable_rate: the roots of the recursion's polynomial, by numpy."""
 
 import sys
+from contextlib import ExitStack
 from unittest import mock
 
 import numpy as np
+import torch
 
 from exercises.testing import Wrong, expect, learner_globals, show, test
 from minidist.simple.consistency import Push, Server
@@ -52,6 +54,21 @@ def count_lines(function, args, limit):
     return count
 
 
+def without_eigenvalues():
+    """Return a context in which the eigenvalues of a matrix and the roots of a polynomial cannot be computed."""
+
+    def refuse(*args, **kwargs):
+        what = "diverges_with_delay computes eigenvalues, or the roots of a polynomial: theory, not an experiment"
+        raise Wrong("wrong", what)
+
+    stack = ExitStack()
+    for module in (torch.linalg, np.linalg):
+        for name in ("eig", "eigvals", "eigh", "eigvalsh"):
+            stack.enter_context(mock.patch.object(module, name, refuse))
+    stack.enter_context(mock.patch.object(np, "roots", refuse))
+    return stack
+
+
 @test(points=3)
 def largest_rate_is_that_of_the_roots(answer):
     """At the largest stable rate the largest root of the recursion lies on the unit circle."""
@@ -79,6 +96,8 @@ def tells_both_sides_of_the_boundary(answer):
         grows = diverges(answer, (1 + change) * boundary(delay), delay)
         case = f"delay {delay}, {1 + change} times the largest stable rate"
         expect("whether it diverges", grows, change > 0, case=case)
+    for delay, rate in ((4, 0.5), (9, 0.25)):  # the second and the fourth update give exactly 0
+        expect("whether it diverges", diverges(answer, rate, delay), True, case=f"delay {delay}, rate {rate}")
 
 
 @test(points=1)
@@ -105,11 +124,13 @@ def makes_the_updates(answer):
                 what = f"whether the server makes {num_updates} updates or more (counted: {sum(updates)})"
                 expect(what, sum(updates) >= num_updates, True, case=case)
     # With a delay of 1 a loop may make two updates at a time; a formula, in whatever form, needs a few lines in all.
-    num_updates, rate = 2000, 0.98 * boundary(1)
-    args, enough = (rate, 1, 1.0, num_updates), num_updates // 10
-    lines = count_lines(learner_globals(answer)["diverges_with_delay"], args, enough)
-    what = f"whether it makes the updates one after the other (lines of Python that it executes: {lines})"
-    expect(what, lines >= enough, True, case=f"diverges_with_delay({rate:.2f}, 1, 1.0, {num_updates})")
+    num_updates, enough = 2000, 200
+    for rate in (0.98 * boundary(1), 0.3):  # the second one converges in fewer than 100 updates
+        args = (rate, 1, 1.0, num_updates)
+        with without_eigenvalues():
+            lines = count_lines(learner_globals(answer)["diverges_with_delay"], args, enough)
+        what = f"whether it makes the updates one after the other (lines of Python that it executes: {lines})"
+        expect(what, lines >= enough, True, case=f"diverges_with_delay({rate:.2f}, 1, 1.0, {num_updates})")
     # A parameter that grows by sqrt(2) per update does not overflow in 200 updates, not even in float32.
     counts = [
         count_lines(learner_globals(answer)["diverges_with_delay"], (rate, 1, 1.0, 200), 10**6) for rate in (1, 2)

@@ -50,6 +50,19 @@ def uneven(size, seed, empty=()):
     return [[batch(seed + 10 * (4 * r + i), n, 2.0**-i) for i, n in enumerate(row)] for r, row in enumerate(tokens)]
 
 
+def with_more_tokens(step):
+    """Add a micro-batch of zeros: rank 0 gets 301 tokens, a number that bfloat16 does not have, and all ranks 1024."""
+    tokens = [sum(len(each.inputs) for each in row) for row in step]
+    more = [301 - tokens[0], *(0 for _ in step[2:]), 1024 - 301 - sum(tokens[1:])][: len(step)]
+    return [[*row, Batch(torch.zeros(n, 4), torch.zeros(n, 2))] for row, n in zip(step, more, strict=True)]
+
+
+def without_errors(number, step):
+    """Replace the targets by the model's outputs, with the parameters of step `number`: all gradients are zero."""
+    w1, w2 = parameters(number)
+    return [[Batch(x, torch.relu(x @ w1.T) @ w2.T) for x, _ in row] for row in step]
+
+
 def one_process(step, micro_batches):
     """The gradients of all these micro-batches in one, (ranks, micro-batches); None when there is no token."""
     every = [each for row in micro_batches for each in row]
@@ -129,6 +142,15 @@ def equals_one_process(answer, world, run):
     got = trained(answer, world, run, [near]).gradients[0]
     case = "outputs and targets are nearly equal, so that only float32 has their difference"
     expect("the gradients of a step", got, one_process(0, near), case=case)
+    if world.size > 1:
+        many = with_more_tokens(step)
+        got = trained(answer, world, run, [many]).gradients[0]
+        expect(
+            "the gradients of a step",
+            got,
+            one_process(0, many),
+            case=f"301 of 1024 tokens on rank 0, {world.size} ranks",
+        )
 
 
 @test(points=3, ranks=(1, 2))
@@ -177,11 +199,12 @@ def one_micro_batch_at_a_time(answer, world, run):
 
 @test(points=2, ranks=(2,))
 def steps_are_independent(answer, world, run):
-    """Nothing is left of the step before; a rank may have no token in a step, and a step none on any rank."""
+    """Nothing is left of the step before; a rank, or all, may have no token in a step; gradients may all be zero."""
     steps = [[[], []], uneven(2, 1), uneven(2, 5, empty=(0, 1)), uneven(2, 9, empty=(0,)), uneven(2, 13, empty=(1,))]
-    got, numbers = trained(answer, world, run, steps).gradients, (1, 3, 4)
+    steps.append(without_errors(5, uneven(2, 17)))
+    got, numbers = trained(answer, world, run, steps).gradients, (1, 3, 4, 5)
     for gradients, number in zip(got, numbers, strict=True):
-        case = f"step {number + 1} of 5, {told(steps[number], world)}"
+        case = f"step {number + 1} of 6, {told(steps[number], world)}"
         expect("the gradients of a step", gradients, one_process(number, steps[number]), case=case)
 
 

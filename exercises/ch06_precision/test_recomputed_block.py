@@ -246,21 +246,26 @@ def backward_twice(answer):
 @test(points=2)
 def weights_behind_a_frozen_embedding(answer):
     """The weights get their gradients if the input needs none, once each, and their hooks see them."""
-    found = []
-    for stack in (Stack(), Stack(answer)):
-        seen = []
-        for block in stack.blocks:
-            block.down.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad.tolist()))
-        x = inputs(1).detach()
-        out = stack(x, keys(0))
-        case = "three blocks, an input that requires no gradient"
-        expect("whether the output requires a gradient", out.requires_grad, True, case=case)
-        out.square().sum().backward()
-        expect("the gradient of the input", x.grad, None, case=case)
-        found.append((stack.gradients(), seen))
-    expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=case)
-    expect("the gradients of the weights", found[1][0], found[0][0], case=case)
-    expect("what hooks on three weights were given, in order", found[1][1], found[0][1], case=case)
+    for case, frozen in (
+        ("three blocks, an input that requires no gradient", []),
+        ("three blocks, the first one frozen, an input that requires no gradient", [0]),
+    ):
+        found = []
+        for stack in (Stack(), Stack(answer)):
+            for number in frozen:
+                stack.blocks[number].requires_grad_(False)
+            seen = []
+            for block in stack.blocks[len(frozen) :]:
+                block.down.register_post_accumulate_grad_hook(lambda down, seen=seen: seen.append(down.grad.tolist()))
+            x = inputs(1).detach()
+            out = stack(x, keys(0))
+            expect("whether the output requires a gradient", out.requires_grad, True, case=case)
+            out.square().sum().backward()
+            expect("the gradient of the input", x.grad, None, case=case)
+            found.append((stack.gradients(), seen))
+        expect("how often each block was run, forward and backward", stack.runs(), [2, 2, 2], case=case)
+        expect("the gradients of the weights", found[1][0], found[0][0], case=case)
+        expect("what hooks on the weights were given, in order", found[1][1], found[0][1], case=case)
     for is_frozen in (False, True):
         block = Block(1)
         block.up.requires_grad_(not is_frozen)

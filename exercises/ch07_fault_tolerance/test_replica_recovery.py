@@ -13,6 +13,7 @@ from exercises.testing import Wrong, expect, test
 from minidist.comm import CommError, World
 from minidist.config import MeshConfig
 from minidist.errors import RunError
+from minidist.parameters import Box, ParamSpec
 
 FP16 = {"precision__policy": "fp16", "precision__growth_interval": 1, "precision__initial_scale": 64.0}
 MOMENTUM = {"optim__kind": "sgd", "optim__momentum": 0.9}
@@ -36,10 +37,19 @@ LAYOUTS = {
 }
 
 
+def add_buffer(trainer):
+    """Give the model a buffer of which every rank has a replica."""
+    value, engine = torch.tensor([1.5, 2.0, -3.0]), trainer.engine
+    engine.model.register_buffer("running_mean", value)
+    engine.parallel.specs["running_mean"] = ParamSpec(
+        "running_mean", (3,), (Box.whole((3,)),), tuple(range(engine.control.size))
+    )
+
+
 def spoil(trainer):
     """Overwrite all that a rank knows."""
-    for parameter in trainer.engine.model.parameters():
-        parameter.detach().fill_(math.nan)
+    for tensor in (*trainer.engine.model.parameters(), *trainer.engine.model.buffers()):
+        tensor.detach().fill_(math.nan)
     for master in trainer.engine.reducer.masters.values():
         master.detach().fill_(math.nan)
         for value in trainer.engine.optimizer.state.get(master, {}).values():
@@ -64,15 +74,25 @@ def damaged_rank_is_repaired(answer, world, network):
         for layout, changes in LAYOUTS[world.size].items():
             whole = make_trainer(world, folder, steps=2, **changes)
             trainer = make_trainer(world, folder, steps=2, **changes)
+            for each in (whole, trainer):
+                add_buffer(each)
             for lost in (0, world.size - 1):
                 case = f"{layout}; rank {lost} of {world.size} has lost its state"
                 if world.rank == lost:
                     spoil(trainer)
                 expect_recovered(answer, trainer, None if world.rank == lost else trainer, [lost], case)
                 expect_same_state(trainer, whole, case)
+                buffers = [each.engine.model.running_mean for each in (trainer, whole)]
+                expect("a buffer of the model", *buffers, case=case)
                 trainer.step()
                 whole.step()
                 expect_same_state(trainer, whole, f"{case}; a step later")
+        whole, trainer = make_trainer(world, folder), make_trainer(world, folder)
+        case = f"before the first step; rank 0 of {world.size} has lost its state"
+        if world.rank == 0:
+            spoil(trainer)
+        expect_recovered(answer, trainer, None if world.rank == 0 else trainer, [0], case)
+        expect_same_state(trainer, whole, case)
 
 
 @test(points=4, ranks=(2, 3))

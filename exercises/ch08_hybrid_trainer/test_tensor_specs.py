@@ -120,10 +120,10 @@ def check_spec(what, got, name, shape, boxes, replicas, case):
     expect(f"the replicas in {what}", got.replicas, replicas, case=case)
 
 
-def check_layout(answer, world, network, kv_heads=8, tied=False, num_models=1, **sizes):
+def check_layout(answer, world, network, kv_heads=None, tied=False, num_models=1, **sizes):
     """Describe all tensors of one layout on live ranks, and compare with what the test has put there."""
     mesh = Mesh(**sizes)
-    kv_heads = max(kv_heads, mesh.tp) if kv_heads == 8 else kv_heads
+    kv_heads = kv_heads or 2 * mesh.tp  # divides by tp, so that all shards are equal
     merging = ConsistencyConfig(mode="local", replicas=num_models) if num_models > 1 else ConsistencyConfig()
     model = ModelConfig(num_kv_heads=kv_heads, num_heads=kv_heads, tie_embeddings=tied)
     groups = groups_of(world, network.group, mesh, Config(model=model, consistency=merging))

@@ -16,6 +16,7 @@ Usual wrong answers:
 * takes batch_size samples on every rank, so the steps are fewer and larger
 * broadcasts the parameters once more after training
 * broadcasts the parameters before every epoch, which hides replicas that drift apart
+* broadcasts the parameters while they are still on the CPU, which nccl cannot do
 * every rank processes the full batch: right values, and no work is distributed
 * returns ones as parameters
 * moves the model to the GPU and leaves its inputs on the CPU

@@ -57,6 +57,7 @@ Usual wrong answers:
 * a rank that did not use a parameter takes no part in its all-reduce
 * takes the smallest flag, so .grad is None as soon as one rank did not use the parameter
 * does not forget which parameters were used in earlier steps
+* counts a parameter as used only if every micro-batch of the step used it
 * takes rank 0 of the world, not of the group
 * sets all gradients to zeros
 * takes a sum of zeros for an unused parameter

@@ -30,6 +30,8 @@ Usual wrong answers:
 * keeps micro-batches in flight whose backward is done, so that the next run's count is wrong
 * does not let the received hidden states require a gradient
 * sends the output as it is, also if it is not contiguous
+* waits for the previous send of hidden states before it starts the next: stages that run different schedules deadlock
+* receives all gradients of one shape in one buffer, which the next B overwrites before W reads it
 * sends gradients in the group of the hidden states, where NCCL runs them in the order of the launches
 * runs all forwards first, whatever the schedule says
 * removes the pair from in_flight, and keeps it in a local variable until the next micro-batch is done

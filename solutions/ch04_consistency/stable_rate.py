@@ -33,8 +33,10 @@ Usual wrong answers:
 * waits for infinity, which a slow growth does not reach
 * workers of different speeds: the delay varies
 * compares the largest of four values with the four before: the period is 4 delay + 2 updates
+* makes the updates, but lets the eigenvalues of the recursion decide
 * the approximation for long delays, which allows pi / 2 times the rate without a delay
 * stops as soon as the parameter exceeds 10, which is no overflow
+* stops as soon as the parameter is almost 0, through which an oscillation passes
 * a server with bound 0: all workers pull the same parameters, which is no constant delay
 * rounds down the steps of each worker: up to `delay` updates are missing
 * returns the ratio of the largest values

@@ -27,6 +27,7 @@ Usual wrong answers:
 * does not reduce the parameters outside all blocks
 * reduces the root after every micro-batch
 * reduces the root without looking whether there is one
+* keeps the count of a block that a micro-batch left incomplete, so that the next one reduces it too early
 * every gradient of a block is zero
 """
 

@@ -12,6 +12,7 @@ Usual wrong answers:
 * autograd accumulates in .grad, which is bfloat16
 * every rank gathers the data of all ranks and computes everything itself
 * every gradient is 1
+* counts tokens in bfloat16, which does not have 301
 * .grad is not reset, so each micro-batch counts again in all later ones
 * all-reduces the token count for each micro-batch separately
 * also divides the sum over ranks by their number
@@ -30,6 +31,7 @@ Usual wrong answers:
 * right values, but sends the gradients of every micro-batch
 * rounds the sums to bfloat16 before sending
 * sends the sums in float64, twice the bytes needed
+* skips a step with tokens whose gradients are all zero
 * runs a step without tokens, with gradients of 0
 * computes nothing; every gradient is 0
 """

@@ -17,6 +17,8 @@ Usual wrong answers:
 * saves a contiguous copy of an input that has another memory layout
 * keeps a copy of the input, so one more tensor of its size
 * passes the tuple of arguments as one argument if there is none
+* lets the second run need a gradient only if the first one did: a frozen block behind an input without gradients
+  cannot go backward
 * returns the incoming gradient instead of that of the input
 * does not run the block again if the gradient is zero on this rank, although others wait in its collectives
 * the second run builds no graph, because gradients are disabled in backward

@@ -25,6 +25,7 @@ Usual wrong answers:
 * repaired, but without the broadcast: right only if the replicas start equal
 * leaves the correction out, so that the first updates are too large
 * only rank 0 counts its updates
+* counts updates in place of good steps since the last skipped one, so that the scale grows in other steps
 * names the line that skips a step, which is right to do so
 * repaired, but omits the remainder of the samples if it is not divisible by the number of ranks
 * repaired, but clips by the norm of the scaled gradient

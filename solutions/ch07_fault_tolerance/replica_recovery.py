@@ -20,8 +20,10 @@ Usual wrong answers:
 * always says that rank 0 has received
 * sends all shards of the first healthy rank: with tensor parallelism those are others
 * takes every rank with a source for healthy: those that are one step behind keep their state
+* sends no buffers
 * sends the tensors only: a new trainer begins the data and the learning rates again
 * does not ask whether every shard has a healthy replica
+* sends nothing before the first step, as if no rank could have lost its parameters
 * does not copy the masters to the 16-bit parameters
 * sends the parameters and no moments
 * asks only whether a shard is on a rank with a source: a rank that is one step behind has it, and nothing to send

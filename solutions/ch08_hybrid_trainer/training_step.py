@@ -40,6 +40,7 @@ Usual wrong answers:
 * never merges replicas
 * squares the gradients in their own dtype: finite ones above 2e19 have an infinite square
 * a rank without tokens of its own does not update
+* tells the merger the tokens of this rank, not of its replica
 * leaves the parameters as they are: ZeRO's other shards are old
 * never sets the learning rate
 * reduces before the tied gradient is complete: its sum is in no reduction

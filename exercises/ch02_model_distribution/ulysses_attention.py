@@ -7,8 +7,8 @@ SwapShards.apply(x, split, join, group): cuts x into n equal slices along dimens
 and concatenates the n slices that it receives along dimension `join`, in rank order. So split 1 and join 2 turn
 (b, heads, s / n, d) into (b, heads / n, s, d). Its backward exchanges the gradient the opposite way. ulysses_attention:
 query, (b, heads, s / n, d), and key and value, (b, kv_heads, s / n, d), of this rank's tokens; fp32 or fp64. kv_heads
-divides heads, and consecutive query heads share a key head, which is repeated, before or after it is sent. It
-calls attend(query, key, value) once, with the tokens in the order of their positions, and returns attention of this
+divides heads, and consecutive query heads share a key head, which is repeated before or after it is sent, or in attend.
+It calls attend(query, key, value) once, with the tokens in the order of their positions, and returns attention of this
 rank's queries, in the shape of query. Raises ValueError, before it sends anything, if n does not divide heads.
 Example: 2 ranks, 4 tokens, 2 heads, d = 1, zigzag: rank 0 has the positions 0 and 3, rank 1 has 1 and 2. The value of
     head h at position p is 10 h + p: [[0, 3], [10, 13]] on rank 0, [[1, 2], [11, 12]] on rank 1.

@@ -31,6 +31,7 @@ Usual wrong answers:
 * does not let the received hidden states require a gradient
 * sends the output as it is, also if it is not contiguous
 * waits for the previous send of hidden states before it starts the next: stages that run different schedules deadlock
+* waits for each send of hidden states at once
 * receives all gradients of one shape in one buffer, which the next B overwrites before W reads it
 * sends gradients in the group of the hidden states, where NCCL runs them in the order of the launches
 * runs all forwards first, whatever the schedule says

@@ -25,7 +25,6 @@ Usual wrong answers:
 * does not check the number of heads
 * calls attend once per head
 * exchanges every feature by itself
-* calls attend on one rank with key heads that have not been repeated
 * sends the output back in the order of positions, not in rank order
 * repeats the sequence of key heads in place of each head: query head 1 gets key head 1 and not 0
 * attends to this rank's own tokens, without an exchange

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from minidist.checkpoint.checksum import BLOCK_BYTES, combine_block_digests, run_on_threads
 from minidist.checkpoint.index import FileEntry
 from minidist.checkpoint.shards import DTYPES
+from minidist.tensor_bytes import tensor_bytes
 
 # The format's names of dtypes.
 _FORMAT_NAMES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -30,7 +30,7 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """
     # By falling element size, so that every tensor starts at a multiple of its own.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    chunks = [_make_header(ordered), *(_view_as_bytes(tensor) for _, tensor in ordered)]
+    chunks = [_make_header(ordered), *(memoryview(tensor_bytes(tensor).numpy()) for _, tensor in ordered)]
     with open(file, "wb", buffering=0) as stream:
         blocks = enumerate(_divide_into_blocks(chunks))
         digests = run_on_threads(lambda block: _write_block(stream.fileno(), *block), blocks)
@@ -53,11 +53,6 @@ def _make_header(ordered: list[tuple[str, Tensor]]) -> memoryview:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return memoryview(len(text).to_bytes(8, "little") + text)
-
-
-def _view_as_bytes(tensor: Tensor) -> memoryview:
-    """View the memory of a contiguous tensor as bytes."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _divide_into_blocks(chunks: Iterable[memoryview]) -> list[list[memoryview]]:

@@ -58,7 +58,8 @@ def replicated_tensors(trainer: "Trainer") -> dict[str, tuple[Tensor, tuple[int,
 
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return a digest of a tensor's bits: the first 8 bytes of their SHA-256."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).digest()[:8]
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)  # even of one strided element
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).digest()[:8]
 
 
 def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], group: Group) -> dict[str, list[int]]:
@@ -72,7 +73,7 @@ def differing_replicas(tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], gr
     found = defaultdict(set)
     for name, ranks in set().union(*digests.values()):
         column = {rank: digests[rank].get((name, ranks)) for rank in ranks}
-        [(value, votes)] = Counter(column.values()).most_common(1)
+        [(value, votes)] = Counter(digest for digest in column.values() if digest).most_common(1)
         if votes < len(ranks):
             found[name] |= {rank for rank in ranks if column[rank] != value or 2 * votes <= len(ranks)}
     return {name: sorted(found[name]) for name in sorted(found)}

@@ -16,6 +16,7 @@ from torch import Tensor
 from minidist.comm import Group, all_gather, all_gather_object, all_reduce, recv, send
 from minidist.errors import format_ranks
 from minidist.hashing import mix, mix_int, to_signed64
+from minidist.tensor_bytes import tensor_bytes
 
 CHUNK = 1 << 20  # words that are hashed at once: 24 MiB of temporary memory
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by the size of an element in bytes
@@ -115,7 +116,7 @@ class ReplicaCheck:
                     continue
                 # Bytes: not every backend sends every dtype. The peers' numbers in a group of all ranks are global.
                 tensor, device = own[difference.name], self._group.world.control_device
-                copy = tensor.to(device).contiguous().view(-1).view(torch.uint8)
+                copy = tensor_bytes(tensor.to(device))
                 if rank == difference.healthy_rank:
                     send(copy, wrong, self._group)
                 else:

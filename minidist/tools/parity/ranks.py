@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minidist.comm import Groups, World, all_gather_object, bind
 from minidist.parameters import Box
+from minidist.tensor_bytes import tensor_bytes
 from minidist.tools.output_files import write_atomically
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
@@ -252,8 +253,7 @@ def _make_report(
 
 def _hash_bytes(tensor: Tensor) -> str:
     """Return a hash of the tensor's bytes, as hexadecimal text."""
-    memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(tensor_bytes(tensor.cpu()).numpy(), digest_size=8).hexdigest()
 
 
 def _make_engine(groups: Groups, case: Case, clip_norm: float, seed_offset: int = 0) -> ParityEngine:

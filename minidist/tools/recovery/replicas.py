@@ -17,6 +17,7 @@ from minidist.checkpoint.shards import SavedPart, SavedTensor, TensorShard, chec
 from minidist.errors import RunError
 from minidist.fault.collective_errors import GatherObjects
 from minidist.parameters import Box
+from minidist.tensor_bytes import tensor_bytes
 
 # Sends a byte tensor to every rank and receives one of the given size from every rank, in rank order.
 ExchangeBytes = Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
@@ -202,7 +203,7 @@ def _box_bytes(shard: TensorShard, box: Box) -> int:
 
 def _join_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Return the bytes of all tensors, one after another, in host memory: (bytes,) uint8."""
-    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    parts = [tensor_bytes(tensor.cpu()) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 

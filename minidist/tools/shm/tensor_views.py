@@ -15,8 +15,6 @@ def memory_order_view(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"the backend shm takes dense tensors on CPU, not {tensor.layout} on {tensor.device}")
     tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     raise ValueError(

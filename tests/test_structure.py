@@ -20,7 +20,7 @@ SIMPLE_TRAINER_LINES, SIMPLE_TRAINER_FILE_LINES, SIMPLE_TRAINER_FUNCTION_LINES =
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
-    {"errors", "hashing", "labels", "mesh", "parameters", "config", "config_text", "learning_rate"},
+    {"errors", "hashing", "labels", "mesh", "parameters", "tensor_bytes", "config", "config_text", "learning_rate"},
     {"comm"},
     {
         "models",

@@ -45,7 +45,7 @@ LAYERS = (
 ALLOWED_PARTS = {
     "models": {"hashing", "labels"},
     "data": {"errors", "hashing", "labels"},
-    "checkpoint": {"errors", "fault", "hashing", "parameters"},
+    "checkpoint": {"errors", "fault", "hashing", "parameters", "tensor_bytes"},
     "fault": {"checkpoint", "comm", "errors", "hashing", "parameters"},
     "consistency": {"comm", "config", "errors", "hashing", "parallel", "parameters"},
     "precision": {"comm", "config", "errors", "hashing", "parameters"},

@@ -12,13 +12,12 @@ Example: 3 ranks with the same parameters; rank 1 has bias = [0, 0.5] and the ot
 With a bias on the ranks (0, 1) only, it is {"bias": [0, 1]}: nobody knows which of two replicas is right.
     tensor_digest(torch.zeros(2))   is af5570f5a1810b7a in hexadecimal, the beginning of the SHA-256 of 8 bytes of zeros
 
-A rank that lacks a tensor differs from those that have it: if only rank 0 of (0, 1, 2) has a bias, all three are named.
-
-Checked: the digest of every dtype, also of transposed tensors, of every second element of one and of one element; the
-result on 1 to 4 ranks, for each rank and tensor in turn, for tensors that differ in one bit only, in their order, or in
-the sign of a zero; without a majority; with ranks that lack a tensor; for sets of replicas, of which several may have
-tensors of one name, as (0, 2) and (1, 3); a group of some of the ranks; that no tensor changes; and that the bytes sent
-do not depend on the sizes of the tensors, nor the number of collectives on their number.
+Checked: the digest of every dtype, also of transposed tensors and of every second element of one; the result on 1 to 4
+ranks, for each rank and tensor in turn, for tensors that differ in one bit only, in their order, or in the sign of a
+zero; without a majority; for sets of replicas, of which several may have tensors of one name, as (0, 2) and (1, 3); a
+rank that lacks a tensor of which more than half of its ranks have equal replicas, and so differs; a group of some of
+the ranks; that no tensor changes; and that the bytes sent do not depend on the sizes of the tensors, nor the number of
+collectives on their number.
 
 You may call:
     all_gather_object(value, group) -> list   the values of all ranks, in the order of group.ranks, their global ranks

@@ -55,7 +55,6 @@ def digest_of_the_bits(answer, world, network):
         "one number": torch.tensor(1.5).bfloat16(),
         "permuted": torch.arange(24).reshape(2, 3, 4).permute(1, 2, 0),
     }
-    tensors["one element of a column"] = torch.arange(1.0, 25).reshape(3, 8)[1:2, ::8]
     tensors["a row, expanded"] = torch.arange(3.0).expand(2, 3)
     for name, tensor in tensors.items():
         elements = tensor.detach().flatten().tolist()
@@ -141,6 +140,8 @@ def every_assignment(answer, world, network):
     """Compare a tensor for each way in which the ranks can have one of three values, or lack it."""
     tensors, wanted = {}, {}
     for values in itertools.product((0, 1, 2, None), repeat=world.size):
+        if 2 * values.count(None) > world.size:
+            continue  # more than half lack it: nothing is said about that
         name = "values " + ", ".join("none" if value is None else str(value) for value in values)
         if values[world.rank] is not None:
             tensors[name] = torch.tensor(values[world.rank])

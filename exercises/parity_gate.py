@@ -40,9 +40,9 @@ _NOT_NATURAL = (_WRONG_EVERYWHERE, "wrong_constant", "wrong_cheat")  # the names
 class ParityResult:
     """What the trainer says of an exercise's answers.
 
-    case: the parity case in which they ran; "" if there is none. right: the number of right answers. refused: the wrong
-    answer that differs from one process. problems: right answers that differ, or that no wrong answer does. reason: why
-    there is no case.
+    case: the parity case in which they ran; "" if there is none. right: the number of right answers. refused: the
+    wrong answer that differs from one process. problems: right answers that differ, or that no wrong answer does,
+    each after the exercise's name. reason: why there is no case.
     """
 
     case: str = ""

@@ -142,7 +142,7 @@ def chooses_device_and_backend(answer):
 @test(points=2, ranks=(2,))
 def uses_device_and_backend(answer, world, run):
     """main passes LOCAL_RANK and LOCAL_WORLD_SIZE to device_and_backend, and uses the returned device and backend."""
-    record = Meter.record
+    original = Meter.record
     for run.machines in (1, 2):
         asked, seen, left_behind, model = [], [], [], model_of(answer, seed=1)
 
@@ -153,17 +153,18 @@ def uses_device_and_backend(answer, world, run):
         def looks(module, inputs, seen=seen):
             seen.append((inputs[0] in moved, all(parameter in moved for parameter in module.parameters())))
 
-        def records(meter, name, *about, device, model=model, left_behind=left_behind, **more):
+        def record(meter, *about, model=model, left_behind=left_behind, **more):
+            made = original(meter, *about, **more)
             # Flat messages of DistributedDataParallel are made out of sight: then the model must have been moved.
-            is_moved = device == str(moved.device) or all(parameter in moved for parameter in model.parameters())
-            if about[-1].is_floating_point and not is_moved:
-                left_behind.append(name)
-            return record(meter, name, *about, device=device, **more)
+            is_moved = made.device == str(moved.device) or all(parameter in moved for parameter in model.parameters())
+            if made.dtype.is_floating_point and not is_moved:
+                left_behind.append(made.name)
+            return made
 
         model.register_forward_pre_hook(looks)
         with (
             DeviceMoveTracker() as moved,
-            mock.patch.object(Meter, "record", records),
+            mock.patch.object(Meter, "record", record),
             mock.patch.dict(learner_globals(answer), device_and_backend=chosen),
         ):
             run(answer.main, Samples(EVEN[0]), model, epochs=1, batch_size=EVEN[1])

@@ -78,10 +78,10 @@ def equals_one_process(answer, world, network):
     """The gradients of every stage are those of one process, for any schedule and any number of micro-batches."""
     for number in (1, 2, 5, 10):
         samples = {i: n for i, n in SAMPLES.items() if i < number}
-        of_stages = schedules(world, range(number))
+        own_schedules = schedules(world, range(number))
         # Stage 0 starts all its forwards while stage 1 waits for the first stage to receive a gradient.
-        of_stages["GPipe on stage 0, 1F1B on the others"] = of_stages["1F1B" if world.rank else "GPipe"]
-        for name, actions in of_stages.items():
+        own_schedules["GPipe on stage 0, 1F1B on the others"] = own_schedules["1F1B" if world.rank else "GPipe"]
+        for name, actions in own_schedules.items():
             is_transposed = number == 5
             stage = run_executor(answer, both_groups(network), actions, samples, is_transposed=is_transposed)
             case = f"{name}, {len(samples)} of {number} micro-batches" + ", transposed outputs" * is_transposed

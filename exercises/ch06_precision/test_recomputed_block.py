@@ -246,16 +246,14 @@ def backward_twice(answer):
 @test(points=2)
 def weights_behind_a_frozen_embedding(answer):
     """The weights get their gradients if the input needs none, once each, and their hooks see them."""
-    for case, frozen in (
-        ("three blocks, an input that requires no gradient", []),
-        ("three blocks, the first one frozen, an input that requires no gradient", [0]),
-    ):
+    for num_frozen in (0, 1):
+        case = f"three blocks, the first {num_frozen} of them frozen, and an input that requires no gradient"
         found = []
         for stack in (Stack(), Stack(answer)):
-            for number in frozen:
-                stack.blocks[number].requires_grad_(False)
+            for block in stack.blocks[:num_frozen]:
+                block.requires_grad_(False)
             seen = []
-            for block in stack.blocks[len(frozen) :]:
+            for block in stack.blocks[num_frozen:]:
                 block.down.register_post_accumulate_grad_hook(lambda down, seen=seen: seen.append(down.grad.tolist()))
             x = inputs(1).detach()
             out = stack(x, keys(0))

@@ -7,10 +7,10 @@ while backward still computes the others.
 BucketedReducer inherits from NaiveReducer, the solution of data_parallel: __init__ sets parameters, masters, group,
 num_micro_batches and sums, the result of your allocate_sums(); finish() calls your reduce_sums(), then tells the ranks
 which parameters are in use and sets `.grad`. add(name, gradient) is called num_micro_batches times per parameter that
-this rank uses in all its micro-batches, and fewer times for others. A step that is aborted before its first bucket is
-launched is followed by clear(). allocate_sums() sets self.buckets and self.handles (see the class) and returns views of
-the buckets, which hold the gradients without another copy and may be slices of one tensor. Limit self.bucket_bytes
-counts bytes of the masters, in whose dtype all buckets are.
+this rank uses in all its micro-batches, and fewer times for others. Each step begins with clear(), also after a step
+that was aborted before its first bucket was launched. allocate_sums() sets self.buckets and self.handles (see the
+class) and returns views of the buckets, which hold the gradients without another copy and may be slices of one tensor.
+Limit self.bucket_bytes counts bytes of the masters, in whose dtype all buckets are.
 Example: float32 parameters embed (8, 4), w1 (4, 4), b1 (4,), w2 (4, 4), head (4, 6) with bucket_bytes=100:
     buckets   [head], [w2, b1], [w1], [embed] of 96, 80, 64 and 128 bytes, the last one too large to share
     backward  head added -> launch 0; w2 added; b1 added -> launch 1; w1 -> launch 2; embed -> launch 3

@@ -1,7 +1,8 @@
 """Broadcast and reduce along a binomial tree.
 
-Write a broadcast in which the number of ranks that have the tensor doubles in every round, and a reduce that runs the
-same tree backwards. Together they are the trainer's all-reduce for `--comm.algorithm tree`.
+Write a broadcast in which ranks that have the tensor pass it on in every round, so that ceil(log2(ranks)) rounds
+suffice, and a reduce that runs the same tree backwards. Together they are the trainer's all-reduce for
+`--comm.algorithm tree`.
 
 tensor: contiguous, of any shape, also empty; changed in place. src, dst: any group rank. group: the ranks that call it.
 After tree_broadcast every rank has the tensor of rank src. After tree_reduce rank dst has the reduction by `op` ("sum",

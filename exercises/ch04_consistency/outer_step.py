@@ -8,10 +8,10 @@ rank. Let theta be the parameters after the last outer step, theta_i the present
 g = sum_i w_i (theta - theta_i) / sum_i w_i. The outer step is
     v <- momentum * v + g,    theta <- theta - lr * (g + momentum * v)
 v is 0 at the start. After the step all replicas continue from theta. Keep theta and v in the attributes `start` and
-`velocity`: tensors like the parameters from the beginning, which a checkpoint saves, and overwrites in place. Write
-this step yourself: torch.optim.SGD is not allowed. Example: theta = 10, lr 0.5, momentum 0.5. Two replicas of weight 1
-reach 6 and 8, so g = 3, v = 3, theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then reach 7 and 6.5: g = 1, v = 2.5,
-theta = 6.625.
+`velocity`: tensors like the parameters from the beginning, the same objects or new ones after each step. A checkpoint
+saves the present ones, and a load overwrites them in place. Write this step yourself: torch.optim.SGD is not allowed.
+Example: theta = 10, lr 0.5, momentum 0.5. Two replicas of weight 1 reach 6 and 8, so g = 3, v = 3 and
+theta = 10 - 0.5 * (3 + 1.5) = 7.75. If they then reach 7 and 6.5: g = 1, v = 2.5, theta = 6.625.
 
 Checked: parameters and velocity in four rounds, compared with a loop over all replicas in one process, with unequal
 weights; lr 1 and momentum 0, which is local SGD; the defaults; that start, velocity and parameters are equal on all

@@ -5,9 +5,9 @@ as all of them have been added, in every micro-batch, so that only this rank's s
 
 The constructor is that of stage 1. Backward adds the gradients from the last block to the first, those of a block in
 any order. All ranks must launch their reduce-scatters in the same order: a block whose gradients are complete waits
-until all later blocks have been reduced. `pending` lists the blocks that are not yet reduced in this micro-batch.
-end_micro_batch, which the trainer calls after each backward, reduces them, from the last one on. The root is reduced
-once, at the end of the step, if there is one: its gradients stay in `local` over all micro-batches.
+until all later blocks have been reduced. `pending` lists, between two calls, the blocks that are not yet reduced in
+this micro-batch. end_micro_batch, which the trainer calls after each backward, reduces them, from the last one on. The
+root is reduced once, at the end of the step, if there is one: its gradients stay in `local` over all micro-batches.
 Example: blocks 0, 1 and 2 of 1 MB of gradients each, on 4 ranks, so that the shards of the sums have 0.75 MB.
     gradients in memory when the backward of block 2, 1 or 0 begins   0.75 MB; in stage 1   0.75, 1.75 and 2.75 MB
     after the first and after every later micro-batch                 0.75 MB; in stage 1   3.75 MB

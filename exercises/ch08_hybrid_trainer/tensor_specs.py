@@ -5,11 +5,12 @@ and which other ranks hold the same ones? Answer it once, as a ParamSpec for eac
 
 describe_tensors: model has this rank's shards; shapes are those of the full model, {name: tuple}. tp shards a tensor in
 one dimension, into equal shards, or not at all. How many shards there are follows from the numbers of elements of the
-full tensor and of this rank's. There may be fewer than tp ranks (few key-value heads): then consecutive tp ranks hold
-the same shard. Ranks that differ in dp or cp hold the same elements; if replicas train separately, only those in one
-replica do. Each stage has tensors of its own, and some tensors are on several stages (a tied embedding is on two): only
-the ranks of a stage know which tensors it has. Result: {name: ParamSpec(name, full shape, (box,), replicas)} for every
-parameter and buffer of this rank; replicas are the ascending global ranks with this box, this rank included.
+full tensor and of this rank's. Their number divides tp. If there are fewer than tp (few key-value heads), consecutive
+tp ranks hold the same shard. Ranks that differ in dp or cp hold the same elements; if replicas train separately, only
+those in one replica do. Each stage has tensors of its own, and some tensors are on several stages (a tied embedding is
+on two): only the ranks of a stage know which tensors it has. Result: {name: ParamSpec(name, full shape, (box,),
+replicas)} for every parameter and buffer of this rank; replicas are the ascending global ranks with this box, this rank
+included.
 
 Example: Mesh(pp=2, dp=2, tp=2), rank 5 (pp 1, dp 0, tp 1), with a tied embedding of shape (8, 3) and a norm (3,):
     "model.embed_tokens.weight"   here (4, 3): box (4, 0) to (8, 3), replicas (1, 3, 5, 7): both stages and dp, tp 1

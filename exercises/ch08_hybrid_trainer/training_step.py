@@ -6,10 +6,10 @@ numbers of one process, and no rank may change a parameter before all ranks have
 The constructor, the evaluation and some helpers are given. You write four methods.
 
 step: micro_batches has full sequences of this rank's data shard; take_tokens returns this rank's tokens of them, which
-you count and compute with. If no token of the global batch counts, there is no forward and backward. Returns the
-Decision, equal on all ranks of self.control. If replicas train separately, self.merger is not None: after every step it
-gets the step's number and the tokens of this replica, weighted as in the loss, or 0 if the replica's update was
-skipped. Whenever masters have changed, the parameters follow.
+you count and compute with. If no token of the global batch counts, there is no forward and backward, and whether
+reducer.finish() runs is up to you. Returns the Decision, equal on all ranks of self.control. If replicas train
+separately, self.merger is not None: after every step it gets the step's number and the tokens of this replica, weighted
+as in the loss, or 0 if the replica's update was skipped. Whenever masters have changed, the parameters follow.
 
 forward_backward: returns this rank's part of the loss; the parts of all ranks add up to the mean loss per token. With
 loss scaling (self.scaler is not None) backward starts from the loss times scaler.scale, and `step` divides the sums by

@@ -170,7 +170,7 @@ class Job:
         """Return the stdout and stderr of one rank so far, as one text; "" if not captured."""
         return self._ranks[rank].output
 
-    def dump_stacks(self, timeout_s: float = 0.5, only_rank: int | None = None) -> dict[int, str]:
+    def dump_stacks(self, timeout_s: float = 2.0, only_rank: int | None = None) -> dict[int, str]:
         """Request and return the current Python stack of each living rank: text by rank, innermost call first.
 
         timeout_s: seconds to wait for the stacks; a rank that has sent none by then has "". only_rank: return the stack

@@ -17,7 +17,7 @@ Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Check it with: python -m exercises check repaired_script
 
-Stub d3c7acd8.
+Stub 501b2605.
 """
 
 import os
@@ -56,8 +56,8 @@ def train_epoch(model, optimizer, loader):
 def main(data, model, epochs=10, batch_size=32):
     """Train `model` on every rank that torchrun started, and return it.
 
-    data[i] is the pair inputs (10,), target (1,), equal on all ranks. model: this rank's replica; training starts with
-    the parameters of rank 0.
+    data[i] is the pair inputs (10,), target (1,), of the model's dtype, equal on all ranks. model: this rank's replica;
+    training starts with the parameters of rank 0.
     """
     dist.init_process_group(backend="nccl", init_method="env://", world_size=4, rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -7,9 +7,9 @@ parameters: the caller's flat tensor, which update(parameters, gradient) changes
 numbered from 0. bound: an integer, 0 or more, or None for no bound. handle(worker, request) gets a Pull(), a
 Push(gradient), or None if the worker leaves, and returns a list of (worker, answer) of all requests that are due now:
 its own, and those of earlier calls that have waited. The answer is a copy of the parameters for a pull, None for a
-push; a worker that leaves gets none. A request that is not due waits in the server, and its worker makes no other one.
-Each worker begins with a pull, and then pushes and pulls alternately. Only handle calls is_due and answer: you may
-write other methods in their place.
+push; a worker that leaves gets none. A request that is not due waits in the server, and its worker makes no other one
+and does not leave. Each worker begins with a pull, and then pushes and pulls alternately. Only handle calls is_due and
+answer: you may write other methods in their place.
 
 A worker's clock is the number of its pushes. Pull number c of a worker, from 0, must see all pushes of every worker
 before number c - bound, and no push from number c + bound on. So a pull waits until slow workers have pushed, and a

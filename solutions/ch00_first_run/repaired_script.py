@@ -95,8 +95,8 @@ def train_epoch(model, optimizer, data, batch_size, device):
 def main(data, model, epochs=10, batch_size=32):
     """Train `model` on every rank that torchrun started, and return it.
 
-    data[i] is the pair inputs (10,), target (1,), equal on all ranks. model: this rank's replica; training starts with
-    the parameters of rank 0.
+    data[i] is the pair inputs (10,), target (1,), of the model's dtype, equal on all ranks. model: this rank's replica;
+    training starts with the parameters of rank 0.
     """
     device, backend = device_and_backend(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from minidist.tools.parity.cases import Case
 
 _RANKS = 2  # or more, for a layout that needs more
-_MAX_WRONG = 4  # wrong answers that are tried in each layout
+_MAX_WRONG = 16  # wrong answers that are tried in each layout; one that shows may come late
+_MAX_WRONG_WITHOUT_EFFECT = 4  # for exercises of which none should show
 _MAX_CASES = 6  # layouts in which they are tried
 # Exercises that no run of parity can see, with the reason. Their right answers must still equal one process.
 WITHOUT_EFFECT = {
     "loss_scaler": "any power of two cancels exactly, and no gradient of these runs overflows",
     "replica_digest": "these runs compare no replicas",
     "replica_recovery": "these runs damage no replica",
+    "training_run": "these runs drive the engine of a trainer, and not the trainer",
 }
 _WRONG_EVERYWHERE = "wrong_zero"
 _NOT_NATURAL = (_WRONG_EVERYWHERE, "wrong_constant", "wrong_cheat")  # the names begin so
@@ -66,7 +68,7 @@ def judge_in_trainer(exercise: Exercise, server: "RankServer") -> ParityResult:
     except UserError as error:
         return ParityResult(reason=str(error))
     answers = read_answers(exercise)
-    wrong = _choose_wrong(answers)
+    wrong = _choose_wrong(answers, _MAX_WRONG_WITHOUT_EFFECT if exercise.name in WITHOUT_EFFECT else _MAX_WRONG)
     tried = ((case, name) for case in cases for name in wrong)
     noticed = (
         each for each in tried if _find_difference(exercise, stubs.generate_answer(exercise, each[1]), each[0], server)
@@ -104,8 +106,8 @@ def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool
     return not problems
 
 
-def _choose_wrong(answers: Answers) -> list[str]:
-    """Return the names of wrong answers to try in each layout: natural ones, and at last one that does nothing.
+def _choose_wrong(answers: Answers, most: int) -> list[str]:
+    """Return the names of `most` wrong answers to try in each layout: natural ones, and at last one that does nothing.
 
     Those with a finding of their own are broken, and wrong anywhere. Cheating ones have the right values.
     """
@@ -114,7 +116,7 @@ def _choose_wrong(answers: Answers) -> list[str]:
         for each in answers.wrong
         if not (each.finding or each.is_generated or each.name.startswith(_NOT_NATURAL))
     ]
-    return [*natural[: _MAX_WRONG - 1], *(each.name for each in answers.wrong if each.name == _WRONG_EVERYWHERE)]
+    return [*natural[: most - 1], *(each.name for each in answers.wrong if each.name == _WRONG_EVERYWHERE)]
 
 
 def _find_cases(exercise: Exercise) -> list["Case"]:

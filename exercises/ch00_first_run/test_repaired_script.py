@@ -242,7 +242,7 @@ def nothing_more_is_sent(answer, world, run):
     case = f"{describe_case(EVEN, 1)}: {steps} steps and the start"
     expect(f"at most {most} bytes sent by both ranks together (counted: {sent})", sent <= most, True, case=case)
     start = trained(answer, run, EVEN, 0)
-    most, counted = model_bytes + 1000, start.payload
+    most, counted = model_bytes + 1500, start.payload  # pickled, these four parameters take 1,415 bytes more
     case = f"{describe_case(EVEN, 0)}: each parameter is sent once"
     expect(f"at most {most} bytes in the messages of a rank (counted: {counted})", counted <= most, True, case=case)
     most, counted = steps * full + 1000, sent - sum(run.gather(start.sent))

@@ -105,8 +105,8 @@ def launched_inside_backward(answer, world, network):
     reducer.finish()
     expect_earliest_launches(network, reversed(SHAPES))
     left_out = ((), ("embed",), ("first.bias",))
-    for mine in range(len(left_out)):
-        reducer, parameters = reducer_of(answer, world, network)
+    for mine in range(len(left_out)):  # the steps of one reducer
+        reducer.clear()
         network.begin()
         leave_out = left_out[(mine + world.rank) % len(left_out)]  # another rank leaves out others
         backward(reducer, network, world.rank, leave_out=leave_out)

@@ -13,8 +13,9 @@ value and a tuple of the ends of the parts, as layer numbers.
 Example: balance_layers([1, 1, 1, 1], 2, head=2) gives [range(0, 3), range(3, 4)], since both parts then cost 3.
     _cut([0, 1, 3, 6], 2, lambda cost: cost, max) gives (3, (2, 3)): the costs 1, 2 | 3.
 
-Checked: against all partitions of small cases, with embedding and head, ties (also of costs such as 0.3) and chunks;
-_cut with another join; and that 100 layers on 8 stages take less than a few seconds.
+Checked: against all partitions of small cases, with embedding and head, ties and chunks, of costs that floating-point
+numbers add and square without rounding; _cut with another join; and that 100 layers on 8 stages take less than a few
+seconds.
 
 You may call:
     _whole(costs)   the costs scaled to integers, so that sums are exact and ties are found

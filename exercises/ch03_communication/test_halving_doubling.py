@@ -42,7 +42,7 @@ def powers_of_two(answer, world, network):
 @test(points=2, ranks=(4,))
 def two_of_four_ranks(answer, world, network):
     """halve_and_double reduces over the given ranks only, in any order: ranks 0 and 3, and meanwhile ranks 2 and 1."""
-    for division in ([[0, 3], [2, 1]], [[2, 0, 3, 1]], [[3], [0], [1], [2]]):
+    for division in ([[0, 3], [2, 1]], [[2, 0, 3, 1]], [[0, 3, 2, 1]], [[3], [0], [1], [2]]):
         [ranks] = [each for each in division if world.rank in each]
         for op, reduction in REDUCTIONS.items():
             for n in (5, 1, 0):

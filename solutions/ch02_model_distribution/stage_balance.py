@@ -23,7 +23,6 @@ Usual wrong answers:
 * breaks ties by more layers in earlier parts
 * minimizes the sum of squares only, not the largest cost
 * rounds the costs to thousandths, so that small costs become 0 and close ones equal
-* squares in floating point, so that rounding decides ties
 * returns parts without layers
 """
 

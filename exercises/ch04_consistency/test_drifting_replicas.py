@@ -18,14 +18,19 @@ def data():
     return inputs, inputs.square().mean(dim=1, keepdim=True) + torch.arange(24).view(12, 2) / 24
 
 
-def model_of(seed, transposed=()):
-    """A network; the weights of the layers `transposed` are stored as (inputs, outputs)."""
+def model_of(seed, transposed=(), sliced=False):
+    """A network; the weights of the layers `transposed` are stored as (inputs, outputs).
+
+    sliced: the weight of layer 2 is every second column of a larger tensor.
+    """
     model, generator = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 2)), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randint(-8, 9, parameter.shape, generator=generator) / 16)
     for layer in transposed:
         model[layer].weight = nn.Parameter(model[layer].weight.data.t().contiguous().t())
+    if sliced:
+        model[2].weight = nn.Parameter(model[2].weight.data.repeat_interleave(2, dim=1)[:, ::2])
     return model
 
 
@@ -52,18 +57,19 @@ def one_process(counts, steps, h=H):
     return losses, [parameter.detach() for parameter in replicas[0].parameters()]
 
 
-def train(answer, world, run, steps, h=H, transposed=()):
-    model = model_of(world.rank, transposed)
+def train(answer, world, run, steps, h=H, transposed=(), sliced=False):
+    model = model_of(world.rank, transposed, sliced)
     losses = run(answer.main, *data(), model, COUNTS[world.size], steps, h, RATE, MOMENTUM)
     if not isinstance(losses, list):
         raise Wrong("type", "main must return the losses", "a list", show(losses))
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(answer, world, run, steps, h=H, transposed=()):
-    losses, parameters = train(answer, world, run, steps, h, transposed)
+def compare(answer, world, run, steps, h=H, transposed=(), sliced=False):
+    losses, parameters = train(answer, world, run, steps, h, transposed, sliced)
     expected_losses, expected = one_process(COUNTS[world.size], steps, h)
     case = f"{steps} steps, h={h}" + (f", weight of layer {transposed[0]} stored transposed" if transposed else "")
+    case += ", weight of layer 2 every second column of a larger tensor" * sliced
     for name, got, wanted in zip(NAMES, parameters, expected, strict=True):
         expect(f"{name} at the end", got, wanted, tolerance=TOLERANCE, case=case)
     expect("the losses", losses, expected_losses, tolerance=TOLERANCE, case=case)
@@ -82,6 +88,7 @@ def replicas_are_equal_after_the_last_merge(answer, world, run):
     for transposed in ((0,), (2,), (0, 2)):
         for steps in (H, 7):
             compare(answer, world, run, steps, transposed=transposed)
+    compare(answer, world, run, H, sliced=True)
 
 
 @test(points=2, ranks=(2,))

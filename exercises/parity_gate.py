@@ -107,7 +107,7 @@ def run_parity_gate(exercises: Iterable[Exercise], server: "RankServer") -> bool
 
 
 def _choose_wrong(answers: Answers, most: int) -> list[str]:
-    """Return the names of `most` wrong answers to try in each layout: natural ones, and at last one that does nothing.
+    """Return the names of at most `most` wrong answers to try in each layout: natural ones, then one that does nothing.
 
     Those with a finding of their own are broken, and wrong anywhere. Cheating ones have the right values.
     """

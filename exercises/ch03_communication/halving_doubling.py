@@ -10,8 +10,8 @@ halves of flat; each sends the half that the other keeps, and reduces what arriv
 then all-reduces its half of flat in the same way; at the end the partners send each other what they kept.
 halving_doubling_all_reduce: tensor, contiguous, of any shape and size; called by all ranks of the group. If their
 number is not a power of two, as many of the ranks 1, 3, ... as are surplus first give their tensors to the ranks 0, 2,
-..., and get the result in the end. Other partners are right, too, if no rank sends more than 2 log2(p) + 1 messages, p
-the largest power of two that is not above the number of ranks, and all ranks together send no more bytes.
+..., and get the result in the end. Other partners are right, too, if all ranks together send no more bytes, and no rank
+more than 2 log2(p) messages, one more if there are surplus ranks. p is the largest power of two up to group.size.
 op: "sum", "max", "min" or "product". Both return None.
 Example: 4 ranks with the tensors [1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400] and [1000, 2000, 3000, 4000].
     round 1, 0 with 2 and 1 with 3: ranks 0, 1 keep [101, 202] and [1010, 2020], ranks 2, 3 [303, 404] and [3030, 4040]

@@ -113,10 +113,6 @@ def makes_the_updates(answer):
         lines = count_lines(learner_globals(answer)["diverges_with_delay"], args, enough)
         what = f"whether it makes the updates one after the other (lines of Python that it executes: {lines})"
         expect(what, lines >= enough, True, case=f"diverges_with_delay({rate:.2f}, 1, 1.0, {num_updates})")
-    # The values before the first update are no updates.
-    lines = count_lines(learner_globals(answer)["diverges_with_delay"], (1e-3, 300, 1.0, 150), 150)
-    what = f"whether it makes 150 updates (lines of Python that it executes: {lines})"
-    expect(what, lines >= 150, True, case="diverges_with_delay(0.001, 300, 1.0, 150)")
     # A parameter that grows by sqrt(2) per update does not overflow in 200 updates, not even in float32.
     counts = [
         count_lines(learner_globals(answer)["diverges_with_delay"], (rate, 1, 1.0, 200), 10**6) for rate in (1, 2)

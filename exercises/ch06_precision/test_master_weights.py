@@ -54,8 +54,6 @@ def copies_of_unrounded_values(answer):
                 expect(f"model.{name}", parameter.detach(), value.to(dtype), case=case)
                 expect(f"the dtype of master {name}", named(masters[name].dtype), "float32", case=case)
                 expect(f"master {name}", masters[name].detach(), value.to(FP32), case=case)
-            needs = [name for name, master in masters.items() if master.requires_grad]
-            expect("masters that require a gradient, though the optimizer sets .grad itself", needs, [], case=case)
             masters["weight"].data.add_(1)
             unchanged = exact("weight", before).to(dtype)
             expect("model.weight after its master has changed", model.weight.detach(), unchanged, case=case)

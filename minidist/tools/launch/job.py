@@ -173,8 +173,9 @@ class Job:
     def dump_stacks(self, timeout_s: float = 2.0, only_rank: int | None = None) -> dict[int, str]:
         """Request and return the current Python stack of each living rank: text by rank, innermost call first.
 
-        timeout_s: seconds to wait for the stacks; a rank that has sent none by then has "". only_rank: return the stack
-        of this rank alone; None: all ranks.
+        timeout_s: seconds to wait for the stacks, of which a busy machine needs more than one; it waits no longer than
+        until all have arrived. A rank that has sent none by then has "". only_rank: return the stack of this rank
+        alone; None: all ranks.
         """
         alive = {
             number: rank

@@ -283,7 +283,12 @@ def expect_step_without_root(stage: type, group: Group, **options) -> None:
             what = f"the gradient of this rank's master of {name} in step {step + 1}"
             expect(what, master.grad, [float(group.size)] * len(own[name]), case=case)
         zero.update_parameters()
+    if zero.shards_parameters:
+        zero.gather_block(0, 1)
     zero.free_root()
+    if zero.shards_parameters:
+        full = [flat.full.untyped_storage().nbytes() for flat in zero.flat_params]
+        expect("bytes of each flat parameter after gather_block(0, 1) and free_root", full, [0] * LAYERS, case=case)
 
 
 def declare_step(make_replica: Callable[[Any, Group, int], Replica], gathers_first: bool = False) -> Declaration:

@@ -11,7 +11,8 @@ copy_to_parameters(masters, parameters): overwrites the values of `parameters`, 
 Example: bf16 has 1.0 and 1.0078125, and nothing between. With model.weight = [1.001] and model.bias = [0.5]
     masters = make_masters(model, torch.bfloat16)
     masters["weight"], model.weight   are [1.001] in fp32 and [1.0] in bf16
-    masters["weight"] += 0.003; copy_to_parameters(masters, {"weight": model.weight})
+    with torch.no_grad(): masters["weight"] += 0.003
+    copy_to_parameters(masters, {"weight": model.weight})
     masters["weight"], model.weight   are [1.004] and [1.0078125]; bias has not changed
 
 Checked: dtypes, shapes and values of masters and parameters, for models in float32, float64 and bf16; frozen and tied

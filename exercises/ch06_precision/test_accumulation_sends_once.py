@@ -183,8 +183,8 @@ def sends_once_per_step(answer, world, run):
         what = f"at most {most} messages with gradients after the last one, not {len(sent)}"
         expect(what, len(sent) <= most, True, case=case)
         payload, least = sum(record.payload_bytes for record in records[before : events[end][1]]), 4 * NUMEL
-        few = least <= payload <= least + 16
-        expect(f"{least} bytes reduced, and at most 16 besides, not {payload}", few, True, case=case)
+        few = least <= payload <= least + 8
+        expect(f"{least} bytes reduced, and at most 8 for one number, not {payload}", few, True, case=case)
         before = events[end][1]
     expect("messages after the last step", len(records) - before, 0, case="main(...)")
 

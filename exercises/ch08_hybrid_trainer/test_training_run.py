@@ -293,17 +293,20 @@ def resumed_run_is_the_same_run(answer, world, network):
 
 
 def goes_on_with_more_ranks(answer, world, network, folder):
-    """One rank takes two steps; two ranks go on, with uneven shares and another batch size."""
+    """One rank takes two steps; two ranks go on, with another batch size. Intervals count the steps of the whole run."""
     case = "one rank took 2 steps of 12 samples; two go on with 7 samples per step"
     if world.rank == 0:
         alone, _ = make_run(answer, World.single(), folder, "more", **FP64, train__steps=5)
         alone.is_stop_requested = lambda: alone.progress.step == 1
         alone.run()
     barrier(network.group)
-    changes = {**FP64, "train__steps": 5, "train__global_batch": 7}
-    trainer, _ = make_run(answer, world, folder, "more", **changes)
+    changes = {**FP64, "train__steps": 5, "train__global_batch": 7, "checkpoint__every": 3, "train__eval_every": 4}
+    trainer, events = make_run(answer, world, folder, "more", **changes)
     given = prescribe(trainer)
     trainer.run()
+    wanted = ["step 3", "save of step-00000003", "step 4", "evaluation", "step 5", "save of step-00000005"]
+    intervals = f"{case}; checkpoint.every 3, eval_every 4"
+    expect("the events after two steps", events.noted, [*wanted, "last step", "evaluation", "end"], case=intervals)
     samples = [sum(batches, []) for _, batches, _ in given]
     own = [list(range(24 + 7 * at, 28 + 7 * at)) for at in range(3)]
     if world.rank == 1:

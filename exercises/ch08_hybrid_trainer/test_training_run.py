@@ -293,7 +293,7 @@ def resumed_run_is_the_same_run(answer, world, network):
 
 
 def goes_on_with_more_ranks(answer, world, network, folder):
-    """One rank takes two steps; two ranks go on, with another batch size. Intervals count the steps of the whole run."""
+    """One rank takes two steps; two ranks go on, with another batch size. Intervals count all steps of the run."""
     case = "one rank took 2 steps of 12 samples; two go on with 7 samples per step"
     if world.rank == 0:
         alone, _ = make_run(answer, World.single(), folder, "more", **FP64, train__steps=5)

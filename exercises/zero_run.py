@@ -265,6 +265,12 @@ def expect_equals_one_process(stage: type, group: Group, world_size: int) -> Non
             expect(what, parameters[name].detach(), value, case=case, tolerance=TOLERANCE)
 
 
+def expect_freed(zero: Any, case: str) -> None:
+    """Fail if a flat parameter of stage 3 has memory."""
+    full = [flat.full.untyped_storage().nbytes() for flat in zero.flat_params]
+    expect("bytes of each flat parameter", full, [0] * len(full), case=case)
+
+
 def expect_step_without_root(stage: type, group: Group, **options) -> None:
     """Fail unless a step works on a pipeline stage all of whose parameters are in blocks. stage: of ZeRO, 2 or 3."""
     case, model = "a pipeline stage without a root", Net(0)
@@ -287,8 +293,7 @@ def expect_step_without_root(stage: type, group: Group, **options) -> None:
         zero.gather_block(0, 1)
     zero.free_root()
     if zero.shards_parameters:
-        full = [flat.full.untyped_storage().nbytes() for flat in zero.flat_params]
-        expect("bytes of each flat parameter after gather_block(0, 1) and free_root", full, [0] * LAYERS, case=case)
+        expect_freed(zero, f"{case}, after gather_block(0, 1) and free_root")
 
 
 def declare_step(make_replica: Callable[[Any, Group, int], Replica], gathers_first: bool = False) -> Declaration:
